@@ -69,7 +69,9 @@ def untyped_decodes(tree: ast.Module) -> Iterator[int]:
 
 def late_decoders(tree: ast.Module) -> Iterator[int]:
     """Yield the lines of functions in which a decoder is made, or bytes are decoded as a type for which none is."""
-    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Lambda))
+    functions = (
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    )
     for node in (inner for function in functions for inner in ast.walk(function)):
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("Decoder", "msgspec.")):
             name = ast.unparse(node.func).rpartition(".")[2]

@@ -12,7 +12,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from memstore.core.arena.slot_table import Owner
-from memstore.core.holder.effects import Procedure, SendToRank, Unexpected
+from memstore.core.holder.holder_io import HolderIo
 from memstore.core.holder.link import Link
 from memstore.core.holder.reads import reader_pins
 from memstore.core.holder.state import HolderState
@@ -33,7 +33,9 @@ class Call:
     request: RankCall
 
 
-def pass_on(state: HolderState, call: Call, data: bytes | None, error: tuple[str, str] | None) -> Procedure[None]:
+async def pass_on(
+    io: HolderIo, state: HolderState, call: Call, data: bytes | None, error: tuple[str, str] | None
+) -> None:
     """Send the process that asked what the controller answered: a reply, or the name and the text of an error."""
     link = state.ranks.links.get(call.nonce)
     if link is None or link.owner != call.owner:
@@ -41,13 +43,13 @@ def pass_on(state: HolderState, call: Call, data: bytes | None, error: tuple[str
         return
     answer: AskAnswered | AskRefused
     try:
-        answer = yield from _answer(state, link, call, data, error)
+        answer = await _answer(io, state, link, call, data, error)
     except IntegrityError as exc:
         answer = AskRefused(id=call.rank_id, error="RecoveryError", message=str(exc))
     except Exception as exc:  # the call is taken out: without an answer its rank would wait for its whole limit
-        yield Unexpected(f"host {state.host_id}: an answer of the controller cannot be passed on", exc)
+        await io.unexpected(f"host {state.host_id}: an answer of the controller cannot be passed on", exc)
         answer = AskRefused(id=call.rank_id, error="InternalError", message=f"{type(exc).__name__}: {exc}")
-    yield SendToRank(link, answer)
+    await io.send_to_rank(link, answer)
 
 
 def _end_lease(state: HolderState, call: Call) -> None:
@@ -56,9 +58,9 @@ def _end_lease(state: HolderState, call: Call) -> None:
         state.ask(EndLease(job=call.request.job, lease=call.request.lease))
 
 
-def _answer(
-    state: HolderState, link: Link, call: Call, data: bytes | None, error: tuple[str, str] | None
-) -> Procedure[AskAnswered | AskRefused]:
+async def _answer(
+    io: HolderIo, state: HolderState, link: Link, call: Call, data: bytes | None, error: tuple[str, str] | None
+) -> AskAnswered | AskRefused:
     reply = decode_passed(call.request, data) if data is not None else None
     if isinstance(reply, Joined):
         link.attempt, link.rank = reply.attempt, reply.rank
@@ -66,7 +68,7 @@ def _answer(
         name, message = error or ("InternalError", "the controller answered nothing")
         return AskRefused(id=call.rank_id, error=name, message=message)
     if isinstance(reply, ShardStaged | ChunksStaged):
-        reply = yield from reader_pins.place(state, link, reply)
+        reply = await reader_pins.place(io, state, link, reply)
     elif isinstance(reply, StepLeased):
         reply = replace(reply, pin=reader_pins.hold(state, link, partial(_end_lease, state, call)))
     return AskAnswered(id=call.rank_id, reply=encode(reply))

@@ -8,33 +8,19 @@ The chunks of a slice are copied first: a pin that is held while storage hangs w
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import msgspec
 
 from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.holder.effects import (
-    CopySlice,
-    Effect,
-    MarkersFound,
-    OnStore,
-    OpenDurable,
-    Procedure,
-    ReadMarkers,
-    RemoveDurable,
-    SliceTurn,
-    Stop,
-    StoreMarker,
-    SweepDurable,
-    Unexpected,
-    Verify,
-    WaitFor,
-    Warn,
-    WriteSlice,
-)
+from memstore.core.holder.holder_io import HolderIo, Lane, Stop
 from memstore.core.holder.inventory import report_copy
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.orders import (
+    DurableOrder,
     ListMarkers,
     NameKey,
     RemoveStep,
@@ -55,78 +41,106 @@ from memstore.errors import IntegrityError, MemstoreError
 from recovery.inventory import DurableMarker, ShardId
 
 
+def obey(io: HolderIo, state: HolderState, order: DurableOrder) -> None:
+    """Begin what an order asks for: each storage has threads of its own, and so has a job with a cap."""
+    if isinstance(order, StopWriting):
+        stop(state, order)
+        return
+    storage = (order.durable.url,)
+    match order:
+        case WriteSlices():
+            paced = (*storage, order.job) if order.durable.bytes_per_s else storage
+            for piece in slices(state, order):
+                io.start(Lane("write", paced), write, state, piece)
+        case WriteMarker():
+            io.start(Lane("write", storage), marker, state, order)
+        case RemoveStep():
+            io.start(Lane("write", storage), remove, state, order)
+        case RemoveTornStep():
+            io.start(Lane("write", storage), remove_torn, state, order)
+        case NameKey():
+            io.start(Lane("list", storage), say_key, state, order)
+        case ListMarkers():
+            io.start(Lane("list", storage), markers, state, order)
+
+
 def stop(state: HolderState, order: StopWriting) -> None:
     """Write nothing more of a step."""
     state.stops.setdefault((order.job, order.step.id), Stop()).is_set = True
 
 
-def slices(state: HolderState, order: WriteSlices) -> list[Procedure[None]]:
-    """Return the procedures that write the pieces of an order; those of another step of the job stop."""
+@dataclass(frozen=True)
+class Slice:
+    """One slice of a shard that is to be written."""
+
+    order: WriteSlices
+    shard: ShardId
+    digest: str
+    number: int
+    stop: Stop
+
+
+def slices(state: HolderState, order: WriteSlices) -> list[Slice]:
+    """Return the slices of an order, each to be written; those of another step of the job stop."""
     job, step = key = order.job, order.step.id
     for old in [k for k in state.stops if k[0] == job and k[1] != step]:
         state.stops.pop(old).is_set = True
     if key not in state.stops or state.stops[key].is_set:  # more slices may be ordered, and a step may be begun again
         state.stops[key] = Stop()
-    mark = state.stops[key]
-    return [
-        _slice(state, order, part.shard.id, part.digest, number, mark)
-        for part in order.parts
-        for number in part.numbers
-    ]
+    flag = state.stops[key]
+    return [Slice(order, part.shard.id, part.digest, number, flag) for part in order.parts for number in part.numbers]
 
 
-def _slice(
-    state: HolderState, order: WriteSlices, shard: ShardId, digest: str, number: int, mark: Stop
-) -> Procedure[None]:
+async def write(io: HolderIo, state: HolderState, piece: Slice) -> None:
     """Write one slice and report it; report nothing if it is not wanted any more."""
+    order, shard, number = piece.order, piece.shard, piece.number
     report = SliceWritten(job=order.job, step=order.step, rank=shard.rank, number=number, key=order.key, problem=None)
     try:
-        if not (yield from _is_wanted(state, order, shard, digest, number, mark)):
+        if not await _is_wanted(io, state, piece):
             return
-        storage = yield OpenDurable(order.durable)
+        storage = await io.open_durable(order.durable)
         if storage.key != order.key:
             key, asked = storage.key, order.key
             why = f"durable_key_file has key {key} here, ordered was {asked}: put the same file on all hosts"
             report = msgspec.structs.replace(report, key=key, problem=why)
         else:
-            stored, manifest, chunks = yield from _copied(state, shard, digest, number)
-            if not (yield WriteSlice(storage, shard, stored.spec, number, manifest, chunks, mark)):
+            stored, manifest, chunks = await _copied(io, state, shard, piece.digest, number)
+            if not await io.write_slice(storage, shard, stored.spec, number, manifest, chunks, piece.stop):
                 return
     except MemstoreError as exc:
         report = msgspec.structs.replace(report, problem=str(exc))
     except Exception as exc:
-        yield Unexpected("durable write", exc)
+        await io.unexpected("durable write", exc)
         report = msgspec.structs.replace(report, problem=repr(exc))
     state.report(report)
 
 
-def _is_wanted(
-    state: HolderState, order: WriteSlices, shard: ShardId, digest: str, number: int, mark: Stop
-) -> Procedure[bool]:
+async def _is_wanted(io: HolderIo, state: HolderState, piece: Slice) -> bool:
     """Wait for a slice's turn; return False if it is not wanted any more."""
-    if mark.is_set:
+    order = piece.order
+    if piece.stop.is_set:
         return False
-    pinned = state.store.pin(shard, digest)
+    pinned = state.store.pin(piece.shard, piece.digest)
     if pinned is None:
         return True
     state.store.unpin(*pinned)  # its turn may be far off
-    wait_s = yield SliceTurn(order.job, pinned[0], number, order.durable.bytes_per_s)
-    return not (yield WaitFor(lambda: mark.is_set or state.is_stopping(), wait_s))
+    wait_s = await io.slice_turn(order.job, pinned[0], piece.number, order.durable.bytes_per_s)
+    return not (await io.wait_for(lambda: piece.stop.is_set or state.is_stopping(), wait_s))
 
 
-def _copied(
-    state: HolderState, shard: ShardId, digest: str, number: int
-) -> Procedure[tuple[StoredReplica, bytes, list[bytes]]]:
+async def _copied(
+    io: HolderIo, state: HolderState, shard: ShardId, digest: str, number: int
+) -> tuple[StoredReplica, bytes, list[bytes]]:
     """Copy the chunks of a slice; one that went bad meanwhile is quarantined, so that repair replaces it."""
     pinned = state.store.pin(shard, digest)
     if pinned is None:
         raise IntegrityError(f"{shard} is not here any more")
     stored, pin = pinned
     try:
-        manifest = yield OnStore(partial(state.store.manifest, stored))
-        chunks, bad = yield CopySlice(stored, number)
+        manifest = await io.on_store(partial(state.store.manifest, stored))
+        chunks, bad = await io.copy_slice(stored, number)
         if bad is not None:
-            yield Verify(stored)
+            await io.verify(stored)
             report_copy(state, stored)
             raise IntegrityError(f"chunk {bad} of {shard} went bad before it was written")
         return stored, manifest, chunks
@@ -134,49 +148,49 @@ def _copied(
         state.store.unpin(stored, pin)
 
 
-def marker(state: HolderState, order: WriteMarker) -> Procedure[None]:
+async def marker(io: HolderIo, state: HolderState, order: WriteMarker) -> None:
     """Write the marker of a step whose parts are all there, report it, then remove what abandoned writes left."""
     step, place, specs = order.step.id, order.durable, {row.rank: row.spec.spec for row in order.specs}
     record = DurableMarker(step, len(specs), specs, order.key)
-    problem = yield from _problem_of(StoreMarker(place, order.job, record, order.lineage))
+    problem = await _problem_of(io, io.store_marker(place, order.job, record, order.lineage))
     state.report(MarkerWritten(job=order.job, step=order.step, key=order.key, problem=problem))
     if problem is None:
-        yield from _quietly(SweepDurable(place, order.job, step))
+        await _quietly(io, io.sweep_durable(place, order.job, step))
 
 
-def remove(order: RemoveStep) -> Procedure[None]:
+async def remove(io: HolderIo, state: HolderState, order: RemoveStep) -> None:
     """Remove a step from durable storage."""
-    yield from _quietly(RemoveDurable(order.durable, order.job, order.step.id, order.only_unmarked))
+    await _quietly(io, io.remove_durable(order.durable, order.job, order.step.id, only_unmarked=order.only_unmarked))
 
 
-def remove_torn(state: HolderState, order: RemoveTornStep) -> Procedure[None]:
+async def remove_torn(io: HolderIo, state: HolderState, order: RemoveTornStep) -> None:
     """Remove a torn step from durable storage and report it: the controller waits for that."""
-    problem = yield from _problem_of(RemoveDurable(order.durable, order.job, order.step.id, only_unmarked=False))
+    problem = await _problem_of(io, io.remove_durable(order.durable, order.job, order.step.id, only_unmarked=False))
     state.report(TornStepRemoved(job=order.job, step=order.step, problem=problem))
 
 
-def say_key(state: HolderState, order: NameKey) -> Procedure[None]:
+async def say_key(io: HolderIo, state: HolderState, order: NameKey) -> None:
     """Report the name of the key that is in this host's key file now."""
     key, problem = "", None
     try:
-        key = (yield OpenDurable(order.durable)).key
+        key = (await io.open_durable(order.durable)).key
     except MemstoreError as exc:
         problem = str(exc)
     except Exception as exc:
-        yield Unexpected("durable key", exc)
+        await io.unexpected("durable key", exc)
         problem = repr(exc)
     state.report(KeyNamed(job=order.job, key=key, problem=problem))
 
 
-def markers(state: HolderState, order: ListMarkers) -> Procedure[None]:
+async def markers(io: HolderIo, state: HolderState, order: ListMarkers) -> None:
     """List the durable markers of a job, and report them with the faults of the others."""
     step = order.check.id if order.check is not None else None
     try:
-        found: MarkersFound = yield ReadMarkers(order.durable, order.job, step)
+        found = await io.read_markers(order.durable, order.job, step)
     except MemstoreError as exc:
         why = str(exc)
     except Exception as exc:
-        yield Unexpected("durable markers", exc)
+        await io.unexpected("durable markers", exc)
         why = repr(exc)
     else:
         state.report(
@@ -189,20 +203,19 @@ def markers(state: HolderState, order: ListMarkers) -> Procedure[None]:
     state.report(MarkersUnread(job=order.job, call=order.call, why=why))
 
 
-def _problem_of(effect: Effect) -> Procedure[str | None]:
-    """Have an effect carried out; return why it could not be, or None."""
+async def _problem_of(io: HolderIo, work: Coroutine[Any, Any, None]) -> str | None:
+    """Do some work on storage; return why it could not be, or None."""
     try:
-        yield effect
+        await work
     except MemstoreError as exc:
         return str(exc)
     except Exception as exc:
-        yield Unexpected("durable write", exc)
+        await io.unexpected("durable write", exc)
         return repr(exc)
     return None
 
 
-def _quietly(effect: Effect) -> Procedure[None]:
-    try:
-        yield effect
-    except MemstoreError as exc:
-        yield Warn(f"durable clean-up: {exc}")
+async def _quietly(io: HolderIo, work: Coroutine[Any, Any, None]) -> None:
+    problem = await _problem_of(io, work)
+    if problem is not None:
+        await io.warn(f"durable clean-up: {problem}")

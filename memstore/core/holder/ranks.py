@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from memstore.core.arena.slot_table import Owner
-from memstore.core.holder.effects import CloseLink, ForgetProcess, Grant, Procedure, SendToRank, SendWelcome, WaitFor
+from memstore.core.holder.holder_io import HolderIo
 from memstore.core.holder.link import Link
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.orders import AbandonStep, RaiseLevel
@@ -22,7 +22,9 @@ from recovery.inventory import ShardId
 BYE_WAIT_S = 10.0  # longest wait for submissions of a process that sends `bye`
 
 
-def join(state: HolderState, link: Link, hello: RankHello | ToolHello, ended: Sequence[Owner] = ()) -> Procedure[None]:
+async def join(
+    io: HolderIo, state: HolderState, link: Link, hello: RankHello | ToolHello, ended: Sequence[Owner] = ()
+) -> None:
     """Take a link, and send the rank the slots that are still its own; the process's older link gets nothing more.
 
     Of a store's links the one that was accepted last is taken, whichever thread runs first: the process has given up
@@ -38,18 +40,18 @@ def join(state: HolderState, link: Link, hello: RankHello | ToolHello, ended: Se
     table, process = state.ranks, state.ranks.process_of(link)
     if isinstance(hello, RankHello):
         state.idle_s = 0.0
-        yield from _report_ended(state)  # or its launch would be refused for ranks that ended just now
+        await _report_ended(io, state)  # or its launch would be refused for ranks that ended just now
     store = (*process, hello.life)
     if link.order < table.newest.get(store, link.order):
-        yield from _retire(link)  # its thread ran late: the slots that its rank held then say nothing of now
+        await _retire(io, link)  # its thread ran late: the slots that its rank held then say nothing of now
         return
-    yield from _forget_ended(state, ended)
+    await _forget_ended(io, state, ended)
     if table.has_newer_store(process, hello.life):
-        yield from _welcome(state, link, hello)
+        await _welcome(io, state, link, hello)
         return
     table.newest[store] = link.order
-    if not (yield from _greet(state, link, hello)):
-        yield from _retire(link)
+    if not await _greet(io, state, link, hello):
+        await _retire(io, link)
         return
     if table.has_newer_store(process, hello.life):
         return  # its link was taken while this one was welcomed
@@ -62,37 +64,37 @@ def join(state: HolderState, link: Link, hello: RankHello | ToolHello, ended: Se
             state.report(RankArrived(nonce=link.nonce))
     committed = table.committed.get(link.job)
     if link.attempt and state.fences.is_fenced(link.job, link.attempt):
-        yield _fenced(state, link)
+        await io.send_to_rank(link, _fenced(state, link))
     elif committed is not None and committed.attempt == link.attempt:
-        yield SendToRank(link, committed)
-    yield Grant(link)
+        await io.send_to_rank(link, committed)
+    await io.grant(link)
 
 
-def _greet(state: HolderState, link: Link, hello: RankHello | ToolHello) -> Procedure[bool]:
+async def _greet(io: HolderIo, state: HolderState, link: Link, hello: RankHello | ToolHello) -> bool:
     """Retire the process's older link, then welcome it; return whether no newer link of it has arrived meanwhile."""
     table, store = state.ranks, (*state.ranks.process_of(link), hello.life)
     older = table.links.get(link.nonce)
     if older is not None and older.owner == link.owner:
         del table.links[link.nonce]  # now: no grant may go there after the leases are confirmed
-        yield from _retire(older)
+        await _retire(io, older)
         if table.newest.get(store) != link.order:
             return False  # the newer link has its leases confirmed: doing it again would free what it was granted
-    yield from _welcome(state, link, hello)
+    await _welcome(io, state, link, hello)
     return table.newest.get(store) == link.order
 
 
-def _welcome(state: HolderState, link: Link, hello: RankHello | ToolHello) -> Procedure[None]:
+async def _welcome(io: HolderIo, state: HolderState, link: Link, hello: RankHello | ToolHello) -> None:
     held: Sequence[int] = hello.held if isinstance(hello, RankHello) else ()
     # A rank filled the slots that it holds of another arena there, so none of them is its own here.
     is_ours = isinstance(hello, ToolHello) or hello.arena == state.store.arena_identity
     stale = state.store.confirm(link.owner, held if is_ours else ())
-    yield SendWelcome(link, stale if is_ours else held)
+    await io.send_welcome(link, stale if is_ours else held)
 
 
-def _retire(link: Link) -> Procedure[None]:
+async def _retire(io: HolderIo, link: Link) -> None:
     """End a link whose process came back on another one: what it submitted and is not begun comes again there."""
     link.is_retired = True
-    yield CloseLink(link)
+    await io.close_link(link)
 
 
 def end(state: HolderState, link: Link) -> bool:
@@ -118,37 +120,37 @@ def lease(state: HolderState, link: Link) -> list[int]:
     return state.store.lease(link.owner, link.job, link.rank, link.attempt)
 
 
-def grant_job(state: HolderState, job: str) -> Procedure[None]:
+async def grant_job(io: HolderIo, state: HolderState, job: str) -> None:
     """Lease a job's ranks what their shares allow: room may have become free."""
     for link in state.ranks.of_job(job):
-        yield Grant(link)
+        await io.grant(link)
 
 
 # -- notices to ranks ---------------------------------------------------------------------------------
 
 
-def send_level(state: HolderState, link: Link, level: StepLevel) -> Procedure[None]:
+async def send_level(io: HolderIo, state: HolderState, link: Link, level: StepLevel) -> None:
     """Tell a store the level of one of its tickets, on its newest link."""
     current = state.ranks.current(link)
     if current is not None:
-        yield SendToRank(current, level)
+        await io.send_to_rank(current, level)
 
 
-def send_replicated(state: HolderState, shard: ShardId) -> Procedure[None]:
+async def send_replicated(io: HolderIo, state: HolderState, shard: ShardId) -> None:
     """Tell the rank that put a shard that every one of its targets has sealed it (R15)."""
     level = StepLevel(attempt=shard.attempt, step=shard.step, level="replicated")
     for link in state.ranks.of_job(shard.job):
         if (link.rank, link.attempt) == (shard.rank, shard.attempt):
-            yield from send_level(state, link, level)
+            await send_level(io, state, link, level)
 
 
-def send_to_attempt(state: HolderState, job: str, level: StepLevel) -> Procedure[None]:
+async def send_to_attempt(io: HolderIo, state: HolderState, job: str, level: StepLevel) -> None:
     """Tell a job's ranks the level of a step; the last commit is kept for links that come back."""
     if level.level in ("committed", "durable"):
         state.ranks.committed[job] = level
     for link in state.ranks.of_job(job):
         if link.attempt == level.attempt:
-            yield SendToRank(link, level)
+            await io.send_to_rank(link, level)
 
 
 def raised(order: RaiseLevel) -> StepLevel:
@@ -165,7 +167,7 @@ def abandoned(order: AbandonStep) -> StepLevel:
     )
 
 
-def send_fenced(state: HolderState, job: str, first: int, members: Collection[str] = ()) -> Procedure[None]:
+async def send_fenced(io: HolderIo, state: HolderState, job: str, first: int, members: Collection[str] = ()) -> None:
     """Tell processes of attempts before one that they are refused.
 
     A process of `members` goes on in the new attempt: it asked for it by a rewind (R22).
@@ -174,24 +176,24 @@ def send_fenced(state: HolderState, job: str, first: int, members: Collection[st
         state.store.index.end_preparation(job, before=first)
     for link in state.ranks.of_job(job):
         if 0 < link.attempt < first and link.nonce not in members:
-            yield _fenced(state, link)
+            await io.send_to_rank(link, _fenced(state, link))
 
 
-def _fenced(state: HolderState, link: Link) -> SendToRank:
+def _fenced(state: HolderState, link: Link) -> AttemptFenced:
     fences = state.fences
-    return SendToRank(link, AttemptFenced(attempt=fences.first(link.job), is_removed=fences.is_removed(link.job)))
+    return AttemptFenced(attempt=fences.first(link.job), is_removed=fences.is_removed(link.job))
 
 
 # -- processes that are gone --------------------------------------------------------------------------
 
 
-def await_owner(state: HolderState, owner: Owner, limit_s: float) -> Procedure[bool]:
+async def await_owner(io: HolderIo, state: HolderState, owner: Owner, limit_s: float) -> bool:
     """Wait until nothing that one process submitted is unfinished; False if it took too long."""
     pending = state.puts.pending
-    return (yield WaitFor(lambda: not any(process == owner for _, _, process in pending), limit_s))  # type: ignore[no-any-return]
+    return await io.wait_for(lambda: not any(process == owner for _, _, process in pending), limit_s)
 
 
-def leave(state: HolderState, link: Link, *, has_left: bool = False) -> Procedure[None]:
+async def leave(io: HolderIo, state: HolderState, link: Link, *, has_left: bool = False) -> None:
     """Free the slots that a process leased and did not submit, once it has sent `bye`, and report that it is gone.
 
     A rank that closes its store says so to the controller too; but not if it has no controller then, or has failed to
@@ -202,7 +204,7 @@ def leave(state: HolderState, link: Link, *, has_left: bool = False) -> Procedur
         link: Over which it said so.
         has_left: Whether it left because another rank is lost, and lives.
     """
-    yield from await_owner(state, link.owner, BYE_WAIT_S)
+    await await_owner(io, state, link.owner, BYE_WAIT_S)
     table = state.ranks
     is_gone = table.is_current(link)
     if table.stores.get(table.process_of(link), (0, None))[1] == link.owner:
@@ -213,7 +215,7 @@ def leave(state: HolderState, link: Link, *, has_left: bool = False) -> Procedur
         # In this step: the process may connect again during the next effect.
         state.report(RankGone(nonce=link.nonce, has_left=has_left))
         _end_preparation(state, link.job)
-    yield from _forget(state, link.owner)
+    await _forget(io, state, link.owner)
 
 
 def _end_preparation(state: HolderState, job: str) -> None:
@@ -223,31 +225,31 @@ def _end_preparation(state: HolderState, job: str) -> None:
             state.store.index.end_preparation(job)
 
 
-def _forget(state: HolderState, owner: Owner) -> Procedure[None]:
+async def _forget(io: HolderIo, state: HolderState, owner: Owner) -> None:
     """Free what a process that is gone has leased."""
     state.store.reclaim(owner)
-    yield ForgetProcess(owner)
+    await io.forget_process(owner)
 
 
-def _forget_ended(state: HolderState, owners: Sequence[Owner]) -> Procedure[None]:
+async def _forget_ended(io: HolderIo, state: HolderState, owners: Sequence[Owner]) -> None:
     """Free what closed stores of a living process have: their `bye` met no holder, or one that died with it."""
     for owner in owners:
         if not any(process == owner for _, _, process in state.puts.pending):  # else its `bye` comes after these
-            yield from _forget(state, owner)
+            await _forget(io, state, owner)
 
 
-def reap(state: HolderState) -> Procedure[None]:
+async def reap(io: HolderIo, state: HolderState) -> None:
     """Reclaim the leases of processes that are proved dead, and report these processes (R8, R20)."""
-    yield from _report_ended(state)
+    await _report_ended(io, state)
     table = state.ranks
     table.newest = {store: order for store, order in table.newest.items() if state.is_alive(Owner(*store[1:3], 0))}
     table.stores = {process: newest for process, newest in table.stores.items() if state.is_alive(newest[1])}
     state.store.reclaim_dead(set(table.owners.values()), state.is_alive)
     for job in sorted({link.job for link in table.links.values() if link.job}):
-        yield from grant_job(state, job)
+        await grant_job(io, state, job)
 
 
-def _report_ended(state: HolderState) -> Procedure[None]:
+async def _report_ended(io: HolderIo, state: HolderState) -> None:
     """Report the ranks whose processes are proved dead, and free what they leased."""
     table = state.ranks
     for nonce, owner in list(table.owners.items()):
@@ -256,6 +258,6 @@ def _report_ended(state: HolderState) -> Procedure[None]:
             state.report(RankGone(nonce=nonce))
             if (link := table.links.get(nonce)) is not None:
                 _end_preparation(state, link.job)
-            yield from _forget(state, owner)
+            await _forget(io, state, owner)
             if (link := table.links.get(nonce)) is not None:
-                yield CloseLink(link)
+                await io.close_link(link)

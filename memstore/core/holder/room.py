@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+from collections.abc import Collection
 from functools import partial
 
 from memstore.core.arena.share import share_of
 from memstore.core.holder import ranks
-from memstore.core.holder.effects import BeginConnect, ClaimRoom, OnStore, Procedure, Sleep, Unexpected, WaitFor
+from memstore.core.holder.holder_io import HolderIo
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.orders import Grow, Reserve
 from memstore.core.wire.reports import Reserved
@@ -22,22 +23,22 @@ TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 CONNECT_S = 1.0  # room is not withheld for longer because a target does not answer
 
 
-def reserve(state: HolderState, order: Reserve) -> Procedure[None]:
+async def reserve(io: HolderIo, state: HolderState, order: Reserve) -> None:
     """Claim a share and report it, or report why not, with numbers: all ranks wait for the report."""
     job, problem = order.job, None
-    is_connected = yield BeginConnect(job)  # meanwhile: a first put that has to connect finds nothing warm
+    is_connected = await io.begin_connect(job)  # meanwhile: a first put that has to connect finds nothing warm
     is_fault, deadline_s = False, state.now() + DESCRIPTORS_S
     while True:
         try:
-            yield ClaimRoom(job, share_of(order))
+            await io.claim_room(job, share_of(order))
         except CapacityError as exc:
             problem = str(exc)
         except Exception as exc:
             is_short = any(getattr(each, "errno", None) in TOO_MANY_FILES for each in (exc, exc.__cause__))
             if is_short and state.now() < deadline_s:
-                yield Sleep(RETRY_S)
+                await io.sleep(RETRY_S)
                 continue
-            yield Unexpected(f"room for job {job}", exc)
+            await io.unexpected(f"room for job {job}", exc)
             is_fault, problem = True, f"its holder failed to claim room ({exc!r}): its log says where; put again then"
             if is_short:
                 problem = (
@@ -45,13 +46,23 @@ def reserve(state: HolderState, order: Reserve) -> Procedure[None]:
                     "`memstore status` shows how, and put again"
                 )
         break
-    yield WaitFor(is_connected, CONNECT_S)
+    await io.wait_for(is_connected, CONNECT_S)
     state.report(Reserved(job=job, attempt=order.attempt, call=order.call, problem=problem, is_fault=is_fault))
-    yield from ranks.grant_job(state, job)
+    await ranks.grant_job(io, state, job)
 
 
-def grow(state: HolderState, order: Grow) -> Procedure[None]:
+async def grow(io: HolderIo, state: HolderState, order: Grow) -> None:
     """Have memory and streams for the puts that may follow a restore; this claims nothing."""
-    yield BeginConnect(order.job)
+    await io.begin_connect(order.job)
     with contextlib.suppress(CapacityError):
-        yield OnStore(partial(state.store.room.prepare, order.job, share_of(order)))
+        await io.on_store(partial(state.store.room.prepare, order.job, share_of(order)))
+
+
+async def keep_shares(io: HolderIo, state: HolderState, jobs: Collection[str]) -> None:
+    """Give back the shares of jobs that the controller does not know and that have nothing here."""
+    await io.on_store(partial(state.store.room.keep_shares, jobs))
+
+
+async def release(io: HolderIo, state: HolderState) -> None:
+    """Give back what no job has reserved."""
+    await io.on_store(state.store.room.release)

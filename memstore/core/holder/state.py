@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from memstore.core.arena.replica_index import IncomingReplica, ReplicaIndex, StagedKey, StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner, SlotTable
-from memstore.core.holder.effects import PushSource, Stop
 from memstore.core.holder.fences import JobFences
+from memstore.core.holder.holder_io import PushSource, Stop
 from memstore.core.holder.link import Link
 from memstore.core.holder.puts.shared_shards import HolderSharedShards
 from memstore.core.wire.calls import RankCall
@@ -27,6 +27,12 @@ class Room(Protocol):
 
     def prepare(self, job: str, share: PeerShare) -> None:
         """Grow for a share that may be claimed later; CapacityError at the limit."""
+
+    def keep_shares(self, jobs: Collection[str]) -> None:
+        """Give back the shares of jobs that are not among these and have nothing here."""
+
+    def release(self) -> None:
+        """Give back the memory that no job has reserved."""
 
 
 class Store(Protocol):

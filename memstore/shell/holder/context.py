@@ -33,10 +33,10 @@ class HolderContext:
     peers: PeerTable
     on_fatal: Callable[[str], None]
     stopping: threading.Event
-    # The lock of `state`: the runner holds it from one yield of a procedure to the next, and wakes waiters after each.
+    # The lock of `state`: held while a procedure runs, given up while a call of its port blocks; every step wakes all.
     # Locks are taken in this order: a claim of memory, a link's `grants`, this one, `replicas.lock`, single objects (a
     # channel, an outbox, SendGate). So the lock of SendGate may be taken under this one, and never this one under it.
-    # What may take long is done without this lock: by effects, and on the store by OnStore.
+    # What may take long is done without this lock: by calls of the port, and on the store by `on_store`.
     changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
 
     @property

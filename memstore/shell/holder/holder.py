@@ -15,7 +15,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 from memstore.config import Config
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.inventory import inventory, report_copy
+from memstore.core.holder.orders import obey
 from memstore.core.holder.puts import equal_ranks
 from memstore.core.holder.puts.push import WHOLE_BYTES
 from memstore.core.holder.sessions import read_journal
@@ -33,6 +33,16 @@ from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import ControllerIdentity, HolderIdentity, Identity, ReaderIdentity
 from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.messages import HostInfo
+from memstore.core.wire.orders import (
+    AllHosts,
+    CallAnswered,
+    CallRefused,
+    ForgetStory,
+    HostNews,
+    KeepStory,
+    Order,
+    TakeIncarnation,
+)
 from memstore.core.wire.rank_messages import ToolHello
 from memstore.core.wire.reports import Called, Heartbeat, Inventory
 from memstore.core.wire.status_rows import HostStats
@@ -45,23 +55,16 @@ from memstore.shell.arena.lock import ArenaLock, LockOwner, is_alive
 from memstore.shell.arena.memory_limits import admission, measure
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.arena.tombstones import Tombstones
+from memstore.shell.holder.blocking_io import BlockingIo
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.controller_session import ControllerSessions
-from memstore.shell.holder.effect_calls import EffectCalls
 from memstore.shell.holder.folder_guard import FolderGuard
-from memstore.shell.holder.orders import OrderRouter
 from memstore.shell.holder.peer_table import PeerTable
 from memstore.shell.holder.pending_calls import Calls
-from memstore.shell.holder.persist import Persister
-from memstore.shell.holder.push import Pusher
 from memstore.shell.holder.rank_connections import RankConnections
 from memstore.shell.holder.rank_server import RankServer
-from memstore.shell.holder.room_orders import RoomOrders
-from memstore.shell.holder.runner import Runner
 from memstore.shell.holder.scrub import Scrubber
-from memstore.shell.holder.seal import Sealer
 from memstore.shell.holder.send_gate import SendGate
-from memstore.shell.holder.stage import Stager
 from memstore.shell.holder.trained_steps import TrainedSteps
 from memstore.shell.host.descriptors import descriptor_stats
 from memstore.shell.host.identity import HostIdentity
@@ -82,7 +85,6 @@ log = logging.getLogger("memstore")
 REAP_S = 0.25  # how often dead owners of leases are looked for
 FROZEN_AFTER_S = 2.0  # a lock owner that does not answer its socket for this long is replaced (R2)
 LOCK_TIMEOUT_S = 10.0
-ORDER_THREADS = 4
 
 
 class Holder:
@@ -169,44 +171,14 @@ class Holder:
     def _compose(self) -> None:
         """Make the parts, each from the context and from parts made before it."""
         context = self.context
-        self.workers = ThreadPoolExecutor(ORDER_THREADS, thread_name_prefix="memstore-orders")
-        self.trained = TrainedSteps()
-        self.connections = RankConnections(context)
+        self.trained, self.scrubber = TrainedSteps(), Scrubber(context)
         self.send_gate = SendGate(self.folder)
-        self.effect_calls = EffectCalls(context, self.connections, self.send_gate)
-        self.runner = Runner(self.effect_calls, context.changed)
-        self.pusher = Pusher(context, self.runner, self.send_gate)
-        self.sealer = Sealer(context, self.runner, self.pusher)
-        self.stager = Stager(context, self.runner)
-        self.persister, self.scrubber = Persister(context, self.runner), Scrubber(context)
-        self.rooms = RoomOrders(
-            context, self.runner,
-            connect=lambda job: self.workers.submit(context.logged, self.pusher.connect, job),
-        )  # fmt: skip
-        self.ranks = RankServer(
-            context, self.runner, self.calls, self.sealer, self.send_gate, self.trained,
-            damage=self.damage, release_room=self.rooms.release,
-        )  # fmt: skip
+        self.io = BlockingIo(context, RankConnections(context), self.send_gate, self.calls, self.trained, self.scrubber)
+        self.ranks = RankServer(context, self.io, self.calls, self.send_gate, self.trained, self.damage)
         self.peer_server = PeerServer(
             self.replicas, context.host_id, is_fenced=self.fences.is_fenced, on_sealed=self._copy_sealed,
             before_offer=self._before_offer, damage=self.damage,
         )  # fmt: skip
-        self.orders = OrderRouter(
-            context,
-            self.runner,
-            workers=self.workers,
-            rank_server=self.ranks,
-            rooms=self.rooms,
-            pusher=self.pusher,
-            sealer=self.sealer,
-            stager=self.stager,
-            persister=self.persister,
-            scrubber=self.scrubber,
-            trained=self.trained,
-            peer_server=self.peer_server,
-            tombstones=self.tombstones,
-            begin_again=self.begin_again,
-        )
 
     def _relay(self, number: int, request: RankCall) -> None:
         """Send the controller a rank's call, or one of the holder's own."""
@@ -228,14 +200,12 @@ class Holder:
     def stop_serving(self) -> None:
         """End every connection: from now on this holder sends and receives nothing."""
         self.stopping.set()
-        self.runner.wake()
+        self.io.wake()
         for listener in self.listeners:
             listener.close()
         self.rank_listener.close()
         self.sessions.close()
-        for part in (self.stager, self.effect_calls, self.runner, self.pusher, self.persister, self.rooms):
-            part.close()
-        self.workers.shutdown(wait=False, cancel_futures=True)
+        self.io.close()
         self.peers.close()
 
     def close(self) -> None:
@@ -265,7 +235,7 @@ class Holder:
         if isinstance(identity, ControllerIdentity):
             self.sessions.serve(
                 channel, identity.term, inventory=self._inventory, on_open=self.calls.ask_again,
-                obey=self.orders.obey,
+                obey=self.obey,
             )  # fmt: skip
         elif isinstance(identity, HolderIdentity):
             self.peer_server.serve(channel, identity)
@@ -277,6 +247,31 @@ class Holder:
         if not self.state.info.endpoints:  # a controller that knows the port of the life before has come first
             raise PeerUnreachable(f"the holder of host {self.state.host_id} is just beginning: connect again")
         return inventory(self.state, self.sessions.journal_records(), self.tombstones.stories)
+
+    def obey(self, order: Order) -> None:
+        """Carry out one order; work that can block is passed to another thread."""
+        match order:
+            case CallAnswered():
+                self.ranks.answer(order.id, order.reply, None)
+            case CallRefused():
+                self.ranks.answer(order.id, None, (order.error, order.message))
+            case KeepStory():
+                self.tombstones.take(order.job, order.story)
+            case ForgetStory():
+                self.tombstones.take(order.job, "")
+            case TakeIncarnation():
+                threading.Thread(target=self.context.logged, args=(self.begin_again, order.above), daemon=True).start()
+            case _:
+                if isinstance(order, AllHosts | HostNews):
+                    self.set_view(order)
+                with self.io.state():
+                    at_once = obey(self.io, self.state, order)
+                if at_once is not None:
+                    self.io.finish(at_once)
+
+    def set_view(self, view: AllHosts | HostNews) -> None:
+        """Take the addresses of hosts (peer_table.py), and abort what hosts that are not among them were sending."""
+        self.peer_server.keep_senders(self.peers.set_view(view))
 
     def begin_again(self, above: int) -> None:
         """Take a higher incarnation: the controller knows of a later life of this host, whose folder was lost (R3)."""
@@ -293,11 +288,11 @@ class Holder:
     def _copy_sealed(self, copy: Copy) -> None:
         """Report a copy that a peer sent, then compare it with what our own ranks put."""
         report_copy(self.state, copy)
-        self.runner.run(equal_ranks.compare(self.state, copy.shard))
+        self.io.run(equal_ranks.compare, self.state, copy.shard)
 
     def _before_offer(self, shard: ShardId) -> None:
         """Wait until a peer's offer of a new put may be answered."""
-        self.runner.run(equal_ranks.await_own(self.state, shard))
+        self.io.run(equal_ranks.await_own, self.state, shard)
 
     # -- periodic work --------------------------------------------------------------------------
 

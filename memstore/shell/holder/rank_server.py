@@ -7,13 +7,11 @@ said: core/wire/rank_messages.py.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import cast
 
 import xxhash
 
 from memstore.core.arena.slot_table import Owner
-from memstore.core.holder import answers, effects, ranks
+from memstore.core.holder import answers, ranks
 from memstore.core.holder.reads import reader_pins
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
@@ -29,17 +27,16 @@ from memstore.core.wire.rank_messages import (
     StepTrained,
     ToolHello,
     Unpin,
-    Welcome,
     decode_hello,
     decode_rank_message,
 )
 from memstore.core.wire.reports import IntoChecked
 from memstore.errors import ConfigError, PeerUnreachable
 from memstore.shell.arena.lock import process_start_time
+from memstore.shell.holder.blocking_io import BlockingIo
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.pending_calls import Calls
 from memstore.shell.holder.rank_connections import SEND_S, RankConnection
-from memstore.shell.holder.runner import Runner
 from memstore.shell.holder.seal import Sealer
 from memstore.shell.holder.send_gate import SendGate
 from memstore.shell.holder.trained_steps import TrainedSteps
@@ -54,14 +51,12 @@ class RankServer:
     """The server of one holder's ranks: each link is read by a thread of its own."""
 
     def __init__(
-        self, context: HolderContext, runner: Runner, calls: Calls, sealer: Sealer, send_gate: SendGate,
-        trained: TrainedSteps, damage: Damage, release_room: Callable[[], None],
+        self, context: HolderContext, io: BlockingIo, calls: Calls, send_gate: SendGate, trained: TrainedSteps,
+        damage: Damage,
     ) -> None:  # fmt: skip
-        """`release_room`: gives back what no job has reserved; called when a process with leases is gone."""
-        self.context, self.state, self.replicas = context, context.state, context.replicas
-        self.calls, self.sealer = calls, sealer
-        self.send_gate, self.trained, self.damage, self.release_room = send_gate, trained, damage, release_room
-        self.runner = runner.extended({effects.SendWelcome: self._welcome, effects.ForgetProcess: self._forget_process})
+        self.context, self.state, self.io = context, context.state, io
+        self.calls, self.sealer = calls, Sealer(io, context.state)
+        self.send_gate, self.trained, self.damage = send_gate, trained, damage
 
     # -- one link -----------------------------------------------------------------------------
 
@@ -80,7 +75,7 @@ class RankServer:
         except PeerUnreachable:
             return
         finally:
-            with self.runner.state():
+            with self.io.state():
                 link.submitted_puts.put(None)
                 ranks.end(self.state, link)
                 if link.nonce not in self.state.ranks.links:  # under the lock: a new link's marks are not forgotten
@@ -93,17 +88,8 @@ class RankServer:
             link.job, link.rank, link.attempt = hello.job, hello.rank, hello.attempt
         lives = hello.ended if isinstance(hello, RankHello) else ()
         ended = [Owner(owner.pid, owner.start, store_number(hello.nonce, life)) for life in lives]
-        self.runner.run(ranks.join(self.state, link, hello, ended))
+        self.io.run(ranks.join, self.state, link, hello, ended)
         return link
-
-    def _welcome(self, effect: effects.SendWelcome) -> None:
-        config = self.context.config
-        cast(RankConnection, effect.link).send(
-            Welcome(
-                stale=tuple(effect.stale), arena=self.replicas.arena.identity, chunk_bytes=self.replicas.chunk_bytes,
-                store=config.store_fields(), job_defaults=config.job_defaults(),
-            )
-        )  # fmt: skip
 
     def _take(self, link: RankConnection, message: RankMessage) -> None:
         match message:
@@ -112,14 +98,14 @@ class RankServer:
             case PutReady():
                 self.sealer.add(link, message)
             case Unpin(pin=pin):
-                with self.runner.state():
+                with self.io.state():
                     reader_pins.give_back(link, pin)
             case ArrivedDamaged(chunks=chunks, frames=frames):
                 self.damage.add(chunks=chunks, frames=frames)
             case StepTrained(step=step):
                 self.trained.report(link.job, link.attempt, step)
             case MarksMade(file=file):
-                with self.runner.state():
+                with self.io.state():
                     if self.state.ranks.is_current(link):  # else the rank removes it when it makes the newer link's
                         self.send_gate.watch(link.nonce, file)
             case PutWaiting(step=step):
@@ -127,27 +113,23 @@ class RankServer:
             case IntoChecked():
                 self.context.report(message)
             case Bye(has_left=has_left):
-                self.runner.run(ranks.leave(self.state, link, has_left=has_left))
+                self.io.run(ranks.leave, self.state, link, has_left=has_left)
 
     def answer(self, call_id: int, data: bytes | None, error: tuple[str, str] | None) -> None:
         """Pass the controller's answer to a call on to the rank."""
         call = self.calls.take(call_id)
         if call is not None:
-            self.runner.run(answers.pass_on(self.state, call, data, error))
+            self.io.run(answers.pass_on, self.state, call, data, error)
 
     # -- processes that are gone ----------------------------------------------------------------
 
     def reap(self) -> None:
         """Reclaim what processes leased that are proved dead."""
-        self.runner.run(ranks.reap(self.state))
+        self.io.run(ranks.reap, self.state)
 
     def expire_reads(self) -> None:
         """Let go of what readers kept for too long."""
-        self.runner.run(reader_pins.expire(self.state))
-
-    def _forget_process(self, effect: effects.ForgetProcess) -> None:
-        self.calls.forget(effect.owner)
-        self.release_room()
+        self.io.run(reader_pins.expire, self.state)
 
 
 def owner_of(hello: RankHello | ToolHello, pid: int) -> Owner:

@@ -90,7 +90,7 @@ def feed_from_holder(holder: Holder) -> None:
         instruments.stand(holder_gauges(host, stats))
         instruments.record(holder_growth(host, before, stats))
         before = stats
-        for put in holder.sealer.meter.take():
+        for put in holder.io.meter.take():
             instruments.record([Sample("memstore_put_stall_seconds", put.stall_s, (put.job, host))])
 
     _every(feed, holder.stopping)

@@ -33,7 +33,7 @@ def two_holders(chunk_bytes: int, **fields: Any) -> Iterator[tuple[Holder, Holde
             holders.append(Holder(identity, config, secret=secret, arena_limit_bytes=ARENA_BYTES))
         for holder in holders:
             rows = tuple(HostAddress(h.state.info.host_id, h.state.info.endpoints, 1) for h in holders)
-            holder.orders.set_view(AllHosts(hosts=rows, jobs=()))
+            holder.set_view(AllHosts(hosts=rows, jobs=()))
         yield holders[0], holders[1]
     finally:
         for holder in holders:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from stalls import put_within
 
-from memstore.shell.holder.persist import PERSIST_THREADS
+from memstore.shell.holder.blocking_io import WRITE_THREADS
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.faults.s3_server import HttpFaults, S3Server, server_environment
 from memstore.testing.nemesis.load_meter import LoadMeter
@@ -145,7 +145,7 @@ def test_storage_that_hangs_holds_up_no_job_with_another(
     durable.mkdir()
     with ProcessCluster(tmp_path / "cluster", TWO_RACKS, arena_bytes=128 << 20) as cluster:
         Fleet(cluster, nursery, job="s3-stuck", kib=KIB, durable=URL, durable_every=1).begin(["h0", "h1"], last_step=0)
-        wait_for(lambda: hung.times <= 1000 - 2 * PERSIST_THREADS, "all writers to hang")
+        wait_for(lambda: hung.times <= 1000 - 2 * WRITE_THREADS, "all writers to hang")
         other = Fleet(cluster, nursery, job="other", durable=str(durable), durable_every=1)
         ranks = other.begin(["h0", "h1"], last_step=0)
         assert ranks[0].call("wait", step=0, level="durable")["level"] == "durable"

@@ -37,7 +37,7 @@ def replace_arena(site: Site) -> None:
     shutil.rmtree(site.holder.folder)
     site.begin()
     wait_for(lambda: "n" in site.holder.state.ranks.links, "the rank's link")
-    site.holder.runner.run(ranks.grant_job(site.holder.state, "job"))
+    site.holder.io.run(ranks.grant_job, site.holder.state, "job")
     wait_for(lambda: len(site.link.pool) == SHARE_SLOTS, "slots of the new arena")
 
 

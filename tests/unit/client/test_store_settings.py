@@ -21,7 +21,7 @@ from memstore.config import Config
 from memstore.core.arena.slot_table import SlotState
 from memstore.core.cluster.state import Rules
 from memstore.core.format.manifest import chunk_sizes
-from memstore.core.holder.puts.push import Push
+from memstore.core.holder.puts import push
 from memstore.core.wire.handshake import ControllerIdentity
 from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.orders import PushTargets
@@ -158,7 +158,7 @@ def test_a_holder_opens_as_many_streams_to_a_peer_as_its_config_says(monkeypatch
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     with two_holders(CHUNK_BYTES, streams=3) as (near, far):
         near.state.shared_shards.declare(PushTargets(job="train", attempt=1, targets=("b",), ranks=()))
-        near.pusher.connect("train")
+        near.io._connect("train", ["b"])
         assert far.listeners[0].connections == 3
 
 
@@ -176,7 +176,8 @@ def test_what_a_holder_pushes_has_the_class_and_the_pace_of_its_config() -> None
             holder.replicas.ensure_free(4)
         slots = near.replicas.take_slots(1)
         fresh = StreamingReplica(near.replicas, SHARD, slots, chunk_sizes(CHUNK_BYTES, CHUNK_BYTES))
-        near.pusher.submit(Push(SHARD, "", "b", fresh=fresh))
+        near.state.shared_shards.declare(PushTargets(job=SHARD.job, attempt=1, targets=("b",), ranks=()))
+        near.io.run(push.replicate, near.state, SHARD, "", fresh)
         near.replicas.seal_local(
             SHARD, world_size=1, layout=b"", nbytes=CHUNK_BYTES, slots=slots, attempt=1, follower=fresh
         )  # fmt: skip
@@ -199,7 +200,7 @@ def test_no_pace_is_so_slow_that_a_chunk_misses_its_deadline() -> None:
 def test_repair_is_bound_by_the_rate_of_the_config() -> None:
     """The pushes of repairs wait for it."""
     with two_holders(CHUNK_BYTES, repair_bytes_per_s=9 << 20) as (near, _):
-        assert near.effect_calls.repair_limit.bytes_per_s == 9 << 20
+        assert near.io._repair_limit.bytes_per_s == 9 << 20
 
 
 class Pauses:

@@ -14,7 +14,7 @@ from memstore.client.pending_put import PendingPut
 from memstore.client.ticket import Ticket
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import ranks
-from memstore.core.holder.effects import Procedure
+from memstore.core.holder.holder_io import HolderIo
 from memstore.core.holder.link import Link
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.calls import ReadStep
@@ -47,9 +47,9 @@ class Leaver:
         monkeypatch.setattr(holder.replicas, "seal_local", self.digesting)
         monkeypatch.setattr(ranks, "leave", self._leave)
 
-    def _leave(self, state: HolderState, link: Link, *, has_left: bool = False) -> Procedure[None]:
+    async def _leave(self, io: HolderIo, state: HolderState, link: Link, *, has_left: bool = False) -> None:
         self.is_taken.set()
-        yield from LEAVE(state, link, has_left=has_left)
+        await LEAVE(io, state, link, has_left=has_left)
         self.is_done.set()
 
     def begin_put(self) -> None:

@@ -16,6 +16,7 @@ from msgspec import structs
 
 import memstore.client.reader
 from memstore.core.arena.replica_index import StoredReplica
+from memstore.core.holder.holder_io import HolderIo
 from memstore.core.holder.reads import direct_read, fetch, partial_read, stage
 from memstore.core.holder.state import HolderState, PartialRead, ReadKey
 from memstore.core.wire.codec import Message, Request
@@ -76,7 +77,7 @@ def order(stored: StoredReplica, *, holders: Sequence[str] = ("a",), source: str
 
 def staged(holder: Holder, wanted: StageShard) -> dict[str, list[int]]:
     stage.begin(holder.state, wanted)
-    return holder.runner.run(stage.stage(holder.state, wanted, wanted.shard.id))
+    return holder.io.run(stage.stage, holder.state, wanted, wanted.shard.id)
 
 
 # -- at the reader's holder ---------------------------------------------------------------------------
@@ -370,8 +371,8 @@ def test_a_host_that_does_not_answer_is_not_dialled_for_every_read(
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         deaf.setblocking(False)
 
-        def elsewhere(read: PartialRead) -> Any:
-            rows = yield from real(read)
+        async def elsewhere(io: HolderIo, read: PartialRead) -> Any:
+            rows = await real(io, read)
             return tuple(structs.replace(row, endpoints=(Endpoint(*deaf.getsockname()),)) for row in rows)
 
         monkeypatch.setattr(direct_read, "elsewhere", elsewhere)
@@ -394,8 +395,8 @@ def test_a_network_that_failed_is_not_dialled_first_by_the_next_read(
     with socket.create_server(("127.0.0.1", 0)) as free:
         gone = Endpoint(*free.getsockname())
 
-    def elsewhere(read: PartialRead) -> Any:
-        rows = yield from real_rows(read)
+    async def elsewhere(io: HolderIo, read: PartialRead) -> Any:
+        rows = await real_rows(io, read)
         return tuple(structs.replace(row, endpoints=(gone, *row.endpoints)) for row in rows)
 
     def connect(self: peer_chunks.Dialler, host: str, endpoint: Endpoint) -> Channel:
@@ -456,8 +457,8 @@ def test_chunks_of_shared_content_are_not_fetched(make_site: Callable[..., Site]
     fetched: list[Sequence[int]] = []
     real = direct_read.elsewhere
 
-    def noted(read: Any) -> Any:
-        rows = yield from real(read)
+    async def noted(io: HolderIo, read: Any) -> Any:
+        rows = await real(io, read)
         fetched.extend(tuple(row.chunks) for row in rows)
         return rows
 

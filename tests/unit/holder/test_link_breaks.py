@@ -24,7 +24,7 @@ import memstore.shell.arena.replica_store
 from memstore.client.ticket import Ticket
 from memstore.core.arena.slot_table import SlotState
 from memstore.core.format.manifest import chunk_digest
-from memstore.core.holder.effects import Procedure
+from memstore.core.holder.holder_io import HolderIo
 from memstore.core.holder.reads import fetch as procedure
 from memstore.core.holder.reads import stage
 from memstore.core.holder.state import HolderState, Reading
@@ -250,7 +250,7 @@ def test_an_old_stores_bye_leaves_the_new_stores_slots_alone(
         wait_for(lambda: links.get(nonce, old) is not old, "the new link to be known")  # the welcome is read before
         link = links[nonce]
         link.attempt = 1
-        holder.connections.grant(link)
+        holder.io.connections.grant(link)  # type: ignore[arg-type]
         taken = again.acquire(Tenant(), 1, WAIT_S)
         assert taken is not None
         stop.go.set()
@@ -335,9 +335,9 @@ def test_of_two_reads_of_one_shard_one_fetches(
             raise CapacityError("no room")
         return fetch_into(peer, *args)
 
-    def await_first(state: HolderState, read: Reading) -> Procedure[bool]:
+    async def await_first(io: HolderIo, state: HolderState, read: Reading) -> bool:
         has_second.set()
-        return await_other(state, read)
+        return await await_other(io, state, read)
 
     def read() -> Any:
         with (
@@ -369,9 +369,9 @@ def test_a_read_that_hangs_holds_no_other_one_up(
             assert all(has_waited.acquire(timeout=WAIT_S) for _ in range(3))
         return fetch_into(peer, *args)
 
-    def await_first(state: HolderState, read: Reading) -> Procedure[bool]:
+    async def await_first(io: HolderIo, state: HolderState, read: Reading) -> bool:
         has_waited.release()
-        return await_other(state, read)
+        return await await_other(io, state, read)
 
     def read() -> Any:
         with memstore.client.reader.Reader("job", Tool(site.folder("a")), memstore.Config()) as reader:
@@ -392,9 +392,8 @@ def test_a_read_that_hangs_holds_no_other_one_up(
     assert all(torch.equal(found, put["w"]) for found in (first, *others))
 
 
-def only_at_once(state: HolderState, body: dict[str, Any], until_s: float) -> Procedure[bool]:
+async def only_at_once(io: HolderIo, state: HolderState, body: dict[str, Any], until_s: float) -> bool:
     """In the place of `may_wait`: another try only while the planned source has one left, and without a pause."""
-    yield from ()
     return until_s == float("inf")
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from memstore.core.format.manifest import chunk_sizes
-from memstore.core.holder.puts.push import Push
+from memstore.core.holder.puts import push
 from memstore.core.wire.orders import PushTargets
 from memstore.errors import PeerRefused
 from memstore.shell.holder.holder import Holder
@@ -59,7 +59,8 @@ class Gate:
 
         self.fresh.add = add  # type: ignore[method-assign]
         self.thread = threading.Thread(target=self._seal, daemon=True)
-        holder.pusher.submit(Push(SHARD, "", "b", fresh=self.fresh))
+        holder.state.shared_shards.declare(PushTargets(job=SHARD.job, attempt=1, targets=("b",), ranks=()))
+        holder.io.run(push.replicate, holder.state, SHARD, "", self.fresh)
         self.thread.start()
 
     def _seal(self) -> None:

@@ -434,7 +434,7 @@ def test_a_process_of_a_removed_job_waits_for_no_room(site: Site) -> None:
         wait_for(lambda: "n" in site.holder.state.ranks.links, "the link to be known")  # the welcome is read before
         with site.holder.context.changed:
             link.attempt = site.holder.state.ranks.links["n"].attempt = 2
-        site.holder.orders.obey(DropJob(job="job", attempt=2, shards=()))
+        site.holder.obey(DropJob(job="job", attempt=2, shards=()))
         assert link.acquire(Tenant(), 1, WAIT_S) is None
         with pytest.raises(FencedError, match=r"belongs to attempt 2 .* the job was removed; connect again"):
             raise link.fenced_error()
@@ -463,7 +463,7 @@ def test_a_rank_maps_an_arena_whose_limit_was_raised_again(site: Site) -> None:
         replicas = site.begin(64).replicas
         wait_for(lambda: link.channel is not channel, "the next holder")
         replicas.claim("job", PeerShare(1, {0: 8}, 8))
-        site.holder.runner.run(ranks.grant_job(site.holder.state, "job"))
+        site.holder.io.run(ranks.grant_job, site.holder.state, "job")
         more = link.acquire(Tenant(), 6, WAIT_S)
         assert more is not None
         assert max(more.slots) >= 4

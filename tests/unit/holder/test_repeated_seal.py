@@ -28,6 +28,6 @@ def test_a_seal_that_comes_again_finds_the_copy() -> None:
         seal = Seal(shard=WireShard.of(SHARD), sender="a", manifest=a.replicas.manifest(stored))
         peer = a.context.peers.peer("b")
         assert isinstance(peer.call(seal), Refused)
-        a.runner.run(push.run(a.state, Push(SHARD, stored.spec.digest, "b")))
+        a.io.run(push.run, a.state, Push(SHARD, stored.spec.digest, "b"))
         assert b.replicas.index.find(SHARD) is not None
         assert isinstance(peer.call(seal), CopySealed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from msgspec import structs
 from memstore.core.arena.replica_index import StagedKey, StoredReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import persist
-from memstore.core.holder.effects import Procedure
+from memstore.core.holder.holder_io import HolderIo
 from memstore.core.holder.inventory import report_copy
 from memstore.core.holder.puts import push
 from memstore.core.holder.puts.push import Push
@@ -101,23 +102,27 @@ def reading(stored: StoredReplica) -> ReadShard:
     )  # fmt: skip
 
 
-def only_at_once(state: HolderState, order: Bring, until_s: float) -> Procedure[bool]:
+async def only_at_once(io: HolderIo, state: HolderState, order: Bring, until_s: float) -> bool:
     """In the place of `may_wait`: another try only while the planned source has one left, and without a pause."""
-    yield from ()
     return until_s == float("inf")
 
 
-def never(state: HolderState, order: Bring, until_s: float) -> Procedure[bool]:
+async def never(io: HolderIo, state: HolderState, order: Bring, until_s: float) -> bool:
     """In the place of `may_wait`: no other try."""
-    yield from ()
     return False
+
+
+def await_lane(holder: Holder, kind: str) -> None:
+    """Wait until all that was begun on a lane has ended; nothing more can be begun there."""
+    pool = holder.io._lanes[kind]
+    assert isinstance(pool, ThreadPoolExecutor)
+    pool.shutdown(wait=True)
 
 
 def staged(holder: Holder, order: StageShard, reports: Reports) -> StageEnded:
     """Stage and return the report."""
-    holder.stager.order(order)
-    holder.stager.workers.submit(lambda: None).result(timeout=120)
-    holder.stager.workers.shutdown(wait=True)
+    holder.obey(order)
+    await_lane(holder, "stage")
     return next(report for report in reports if isinstance(report, StageEnded))
 
 
@@ -178,7 +183,7 @@ def test_a_read_does_not_unpin_what_a_get_staged(pair: tuple[Holder, Holder]) ->
     a, _ = pair
     stored = seal(a.replicas, SHARD)
     for bring in (order(stored), reading(stored)):
-        assert a.runner.run(stage.stage(a.state, bring, SHARD)) == {}
+        assert a.io.run(stage.stage, a.state, bring, SHARD) == {}
     assert a.replicas.staged(StagedKey("train", 0, "round", 1)) is stored
 
 
@@ -187,14 +192,14 @@ def test_what_a_restore_staged_goes_with_its_step(pair: tuple[Holder, Holder], k
     """An order to abandon or drop a step that a restore staged frees its slots at once, not with the pin (R7, R12)."""
     a, _ = pair
     stored = seal(a.replicas, SHARD)
-    assert a.runner.run(stage.stage(a.state, order(stored, 1), SHARD)) == {}
+    assert a.io.run(stage.stage, a.state, order(stored, 1), SHARD) == {}
     free = len(a.replicas.table.free)
     orders = {
         "abandon": AbandonStep(job="train", attempt=1, step=2, level="skipped", reason="given up", resume=3),
         "drop": FreeCopies(shards=(WireShard.of(SHARD),), number=None),
     }
-    a.orders.obey(orders[kind])
-    a.orders.workers.shutdown(wait=True)
+    a.obey(orders[kind])
+    await_lane(a, "drop")
     assert len(a.replicas.table.free) == free + len(stored.slots)
     assert not a.replicas.index.shards
     assert not a.replicas.index.staged
@@ -222,8 +227,8 @@ def test_a_holder_says_when_it_has_freed_a_copy(
     monkeypatch.setattr(a.replicas, "drop", dropped)
     monkeypatch.setattr(a.state, "report", noted)
     shards, number = (WireShard.of(SHARD),), DropNumber(3, 7)
-    a.orders.obey(FreeCopies(shards=shards, number=number))
-    a.orders.workers.shutdown(wait=True)
+    a.obey(FreeCopies(shards=shards, number=number))
+    await_lane(a, "drop")
     assert reports == [Freed(shards=shards, number=number)]
     assert seen == [not can_free]
 
@@ -259,7 +264,7 @@ def test_what_is_dropped_while_it_is_staged_is_not_kept(pair: tuple[Holder, Hold
 
     a.replicas.verify = dropped_meanwhile  # type: ignore[method-assign]
     with pytest.raises(IntegrityError, match="was dropped while it was staged"):
-        a.runner.run(stage.stage(a.state, order(stored, 1), SHARD))
+        a.io.run(stage.stage, a.state, order(stored, 1), SHARD)
     assert not a.replicas.index.shards
     assert len(a.replicas.table.free) == len(a.replicas.table.slots)
 
@@ -273,7 +278,7 @@ def test_a_staging_that_fails_leaves_nothing_pinned(
     damage_manifest(a, stored)
     monkeypatch.setattr(fetch, "may_wait", never)
     with pytest.raises(PeerUnreachable):
-        a.runner.run(stage.stage(a.state, structs.replace(order(stored), holders=("a", "gone")), SHARD))
+        a.io.run(stage.stage, a.state, structs.replace(order(stored), holders=("a", "gone")), SHARD)
     assert not stored.pins
 
 
@@ -291,11 +296,11 @@ def test_a_check_whose_manifest_was_damaged_since_is_answered(
     """The get fails by name, and brings the manifest from another copy when it is called again."""
     a, _ = pair
     stored = seal(a.replicas, SHARD)
-    assert a.runner.run(stage.stage(a.state, order(stored), SHARD)) == {}
+    assert a.io.run(stage.stage, a.state, order(stored), SHARD) == {}
     damage_manifest(a, stored)
     a.state.ranks.links["n"] = RankConnection(cast(Any, None), Owner(1, 1, 1), "n", "train", 0)
     reports = reports_of(a, monkeypatch)
-    a.orders.obey(OrderCheck(job="train", round=1, rank=0))
+    a.obey(OrderCheck(job="train", round=1, rank=0))
     [report] = reports
     assert isinstance(report, IntoChecked)
     assert "was damaged after it was written" in str(report.error)
@@ -305,7 +310,7 @@ def test_a_check_of_nothing_is_answered(pair: tuple[Holder, Holder], monkeypatch
     """An order to check what is not staged any more ends the get with an error instead of its deadline."""
     a, _ = pair
     reports = reports_of(a, monkeypatch)
-    a.orders.obey(OrderCheck(job="train", round=7, rank=0))
+    a.obey(OrderCheck(job="train", round=7, rank=0))
     [report] = reports
     assert isinstance(report, IntoChecked)
     assert report.error is not None
@@ -325,7 +330,7 @@ def test_a_have_is_verified_and_reported(
     if is_rotten:
         rot(b.replicas, theirs, 1)
     reports = reports_of(b, monkeypatch)
-    a.runner.run(push.run(a.state, Push(SHARD, mine.spec.digest, "b")))
+    a.io.run(push.run, a.state, Push(SHARD, mine.spec.digest, "b"))
     assert a.peers.peer("b").sent_bytes == (CHUNK_BYTES if is_rotten else 0)
     last = reports[-1]
     assert isinstance(last, Sealed)
@@ -340,7 +345,7 @@ def test_a_restore_does_not_lean_on_rotten_content(pair: tuple[Holder, Holder]) 
     rot(b.replicas, beside, 1)
     ordered = order(wanted)
     stage.begin(b.state, ordered)
-    assert b.runner.run(stage.stage(b.state, ordered, SHARD)) == {}
+    assert b.io.run(stage.stage, b.state, ordered, SHARD) == {}
     read = b.state.partial_reads.known["train", 0]
     assert read.sources == {"a": [1]}
     assert [slot is None for slot in read.replica.slots] == [False, True, False, False]
@@ -378,6 +383,6 @@ def test_a_rotten_chunk_is_not_persisted(pair: tuple[Holder, Holder], monkeypatc
     stored, reports = seal(a.replicas, SHARD), reports_of(a, monkeypatch)
     rot(a.replicas, stored, 1)
     with pytest.raises(IntegrityError, match="chunk 1"):
-        a.persister.runner.run(persist._copied(a.state, SHARD, stored.spec.digest, 0))
+        a.io.run(persist._copied, a.state, SHARD, stored.spec.digest, 0)
     assert stored.missing == {1}
     assert isinstance(reports[-1], Sealed)

@@ -83,7 +83,7 @@ def order(
 
 def stage(holder: Holder, order: ReadChunks) -> dict[str, list[int]]:
     """Bring the chunks to a holder, as its controller would order it."""
-    return holder.runner.run(partial_read.stage(holder.state, order))
+    return holder.io.run(partial_read.stage, holder.state, order)
 
 
 def used_slots(holder: Holder) -> int:

@@ -62,7 +62,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def copied(a: Holder, stored: StoredReplica) -> None:
-    a.runner.run(push.run(a.state, Push(SHARD, stored.spec.digest, "b")))
+    a.io.run(push.run, a.state, Push(SHARD, stored.spec.digest, "b"))
 
 
 def bytes_of(holder: Holder, stored: StoredReplica) -> list[bytes]:

@@ -9,24 +9,24 @@ equal chunks do not travel. The digesting itself waits for no offer, so two host
 
 from __future__ import annotations
 
-from memstore.core.holder.effects import Procedure, SendToRank, WaitFor
+from memstore.core.holder.holder_io import HolderIo
 from memstore.core.holder.state import HolderState
 from recovery.inventory import ShardId
 
 WRITER_WAIT_S = 3.0  # longest wait of an offer for this host's own put of the step, which may never come
 
 
-def await_own(state: HolderState, shard: ShardId) -> Procedure[None]:
+async def await_own(io: HolderIo, state: HolderState, shard: ShardId) -> None:
     """Wait, for a limited time, until this host has sealed its own equal of an offered shard, or gone on past it."""
     known = state.shared_shards
     own = known.own_of(shard)
     if own is None or known.is_over(shard, own):
         return
-    if not (yield WaitFor(lambda: state.is_stopping() or known.is_over(shard, own), WRITER_WAIT_S)):
+    if not await io.wait_for(lambda: state.is_stopping() or known.is_over(shard, own), WRITER_WAIT_S):
         known.gave_up(shard, own)
 
 
-def compare(state: HolderState, shard: ShardId) -> Procedure[None]:
+async def compare(io: HolderIo, state: HolderState, shard: ShardId) -> None:
     """Compare a shard that was sealed here with the others of its step; notify ranks that differ, or no longer do."""
     known = state.shared_shards
     puts = [put for put in known.newest.values() if put.shared_count is not None and _step(put.shard) == _step(shard)]
@@ -41,7 +41,7 @@ def compare(state: HolderState, shard: ShardId) -> Procedure[None]:
                 continue
             for link in state.ranks.of_job(shard.job):
                 if (link.rank, link.attempt) == (put.shard.rank, put.shard.attempt):
-                    yield SendToRank(link, event)
+                    await io.send_to_rank(link, event)
 
 
 def _step(shard: ShardId) -> tuple[str, int, int]:

@@ -13,21 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memstore.core.holder import ranks
-from memstore.core.holder.effects import (
-    AwaitDigest,
-    CallPeer,
-    Peer,
-    Procedure,
-    PushSource,
-    Reach,
-    ReadManifest,
-    SendChunks,
-    SendWhole,
-    Sleep,
-    StreamingSource,
-    Unexpected,
-    Verify,
-)
+from memstore.core.holder.holder_io import HolderIo, Lane, Peer, PushSource, StreamingSource
 from memstore.core.holder.inventory import report_copy
 from memstore.core.holder.state import HolderState, Replication
 from memstore.core.wire.ids import WireShard
@@ -51,6 +37,7 @@ WHOLE_BYTES = 1 << 20  # below it round trips cost more than bytes that the targ
 RETRY_S = 0.05
 ROOM_WAIT_S = 10.0  # a target frees room when it learns of the last commit; longer means it is really full
 SEAL_ROUNDS_MAX = 3  # a chunk that arrives damaged is sent again this often
+PUSH = Lane("push")
 
 
 @dataclass(frozen=True)
@@ -64,13 +51,20 @@ class Push:
     fresh: StreamingSource | None = None
 
 
-def replicate(
-    state: HolderState, shard: ShardId, digest: str, targets: list[str], fresh: StreamingSource | None
-) -> list[Push]:
-    """Return the pushes to begin for a put; one that is under way to a target already counts for this put too (R15)."""
+async def replicate(
+    io: HolderIo, state: HolderState, shard: ShardId, digest: str, fresh: StreamingSource | None = None
+) -> bool:
+    """Begin the pushes of a put to this host's targets; return False if there are none.
+
+    The digest is "" while the shard is being digested. A push that is under way already counts for this put too (R15).
+    """
+    await io.release_sends(shard)
+    targets = state.shared_shards.targets(shard)
     replication = Replication(shard, set(targets))
-    pushes = [Push(shard, digest, target, fresh=fresh) for target in targets]
-    return [push for push in pushes if begin(state, push, replication)]
+    for push in [Push(shard, digest, target, fresh=fresh) for target in targets]:
+        if begin(state, push, replication):
+            io.start(PUSH, run, state, push)
+    return bool(targets)
 
 
 def begin(state: HolderState, push: Push, replication: Replication | None = None) -> bool:
@@ -83,15 +77,15 @@ def begin(state: HolderState, push: Push, replication: Replication | None = None
     return is_new
 
 
-def run(state: HolderState, push: Push) -> Procedure[None]:
+async def run(io: HolderIo, state: HolderState, push: Push) -> None:
     """Make the copy. Report a failure; notify the rank if this was the last copy of its put."""
     why, is_final = "", True
     try:
-        why, is_final = yield from _copied(state, push)
+        why, is_final = await _copied(io, state, push)
     except MemstoreError as exc:
         why = str(exc)
     except Exception as exc:
-        yield Unexpected(f"push of {push.shard} to {push.target}", exc)
+        await io.unexpected(f"push of {push.shard} to {push.target}", exc)
         why = repr(exc)
     finally:
         waiting = state.pushes.under_way.pop((push.shard, push.target), [])
@@ -101,18 +95,18 @@ def run(state: HolderState, push: Push) -> Procedure[None]:
     for replication in waiting:
         replication.left.discard(push.target)
         if not replication.left:
-            yield from ranks.send_replicated(state, replication.shard)
+            await ranks.send_replicated(io, state, replication.shard)
 
 
-def _copied(state: HolderState, push: Push) -> Procedure[tuple[str, bool]]:
+async def _copied(io: HolderIo, state: HolderState, push: Push) -> tuple[str, bool]:
     """Return ("", ...) when the target has sealed the shard, else why not and whether that is final."""
     digest = push.digest
     if push.fresh is not None:
         try:
-            yield from send(state, push, push.fresh, push.shard.attempt)
+            await send(io, state, push, push.fresh, push.shard.attempt)
             return "", True
         except (PeerRefused, TransportError):  # what goes wrong meanwhile is tried again once it is sealed
-            digest = yield AwaitDigest(push.fresh)
+            digest = await io.await_digest(push.fresh)
         finally:
             push.fresh.release()
     deadline_s = state.now() + ROOM_WAIT_S
@@ -122,7 +116,7 @@ def _copied(state: HolderState, push: Push) -> Procedure[tuple[str, bool]]:
             return "", True  # dropped here meanwhile: nothing is missing
         try:
             fence = state.fences.first(push.shard.job) if push.is_repair else 0
-            yield from send(state, push, source, max(push.shard.attempt, fence))
+            await send(io, state, push, source, max(push.shard.attempt, fence))
             return "", True
         except PeerRefused as exc:
             why, is_final = str(exc), bool(getattr(exc, "is_final", False))
@@ -132,25 +126,25 @@ def _copied(state: HolderState, push: Push) -> Procedure[tuple[str, bool]]:
             source.release()
         if is_final or state.now() > deadline_s:
             return why, True
-        yield Sleep(RETRY_S)
+        await io.sleep(RETRY_S)
     return "the holder is stopping", False
 
 
-def send(state: HolderState, push: Push, source: PushSource, attempt: int) -> Procedure[None]:
+async def send(io: HolderIo, state: HolderState, push: Push, source: PushSource, attempt: int) -> None:
     """Try once and note whether the target answers; if it did not answer last time, ping it first (R18).
 
     The controller may still reach a host that this one cannot: a short ping fails before a put waits long.
     """
     silent_since_s = state.pushes.silent_since_s
     try:
-        peer = yield Reach(push.target)
+        peer = await io.reach(push.target)
     except TransportError:
         silent_since_s.pop(push.target, None)  # dead: the controller knows it, and orders repairs
         raise
     try:
         if push.target in silent_since_s:
-            yield CallPeer(peer, Ping(), limit_s=state.limits.suspect_after_s)
-        yield from _offer(state, push, peer, source, attempt)
+            await io.call_peer(peer, Ping(), limit_s=state.limits.suspect_after_s)
+        await _offer(io, state, push, peer, source, attempt)
     except PeerRefused:
         silent_since_s.pop(push.target, None)
         raise
@@ -166,24 +160,24 @@ def _is_given_up(state: HolderState, target: str) -> bool:
     return since_s is not None and state.now() - since_s > state.limits.dead_after_s
 
 
-def _offer(state: HolderState, push: Push, peer: Peer, source: PushSource, attempt: int) -> Procedure[None]:
+async def _offer(io: HolderIo, state: HolderState, push: Push, peer: Peer, source: PushSource, attempt: int) -> None:
     """Offer the shard, and send it unless the peer has it; what was begun there is aborted if that fails."""
     shard, sender = WireShard.of(push.shard), state.host_id
     wanted: Sequence[int] = range(len(source.sizes))
     reply: Admitted | CopySealed | HasCopy | ChunksMissing | Refused
     if sum(source.sizes) <= state.limits.whole_bytes:
-        manifest = yield from _manifest(state, source)
+        manifest = await _manifest(io, state, source)
         whole = WholeShard(shard=shard, sender=sender, attempt=attempt, manifest=manifest)
         try:
-            reply = yield SendWhole(peer, source, whole, push.is_repair)
+            reply = await io.send_whole(peer, source, whole, is_repair=push.is_repair)
         except MemstoreError:
-            yield from _abort(state, push, peer)
+            await _abort(io, state, push, peer)
             raise
     else:
         offer = Offer(
             shard=shard, digest=source.digest or None, attempt=attempt, sender=sender, chunks_count=len(wanted)
         )
-        reply = yield CallPeer(peer, offer)
+        reply = await io.call_peer(peer, offer)
     if isinstance(reply, Refused):
         raise PeerRefused(reply.why, is_final=reply.is_final)
     if isinstance(reply, HasCopy | CopySealed):
@@ -191,44 +185,44 @@ def _offer(state: HolderState, push: Push, peer: Peer, source: PushSource, attem
     try:
         lacking = _lacking(push, source, reply)
         if isinstance(reply, ChunksMissing):  # they were sent with the request
-            yield from _verify(state, source, lacking)
-        yield from _send_and_seal(state, push, peer, source, lacking)
+            await _verify(io, state, source, lacking)
+        await _send_and_seal(io, state, push, peer, source, lacking)
     except MemstoreError:
-        yield from _abort(state, push, peer)
+        await _abort(io, state, push, peer)
         raise
 
 
-def _abort(state: HolderState, push: Push, peer: Peer) -> Procedure[None]:
+async def _abort(io: HolderIo, state: HolderState, push: Push, peer: Peer) -> None:
     """Have a peer free what it has of the shard; if that does not reach it, it gives the copy up itself, later."""
     with contextlib.suppress(TransportError):
-        yield CallPeer(peer, Abort(shard=WireShard.of(push.shard), sender=state.host_id))
+        await io.call_peer(peer, Abort(shard=WireShard.of(push.shard), sender=state.host_id))
 
 
-def _send_and_seal(
-    state: HolderState, push: Push, peer: Peer, source: PushSource, wanted: Sequence[int]
-) -> Procedure[None]:
+async def _send_and_seal(
+    io: HolderIo, state: HolderState, push: Push, peer: Peer, source: PushSource, wanted: Sequence[int]
+) -> None:
     """Send every chunk that the peer lacks, then the manifest; send again what arrived damaged and is good here."""
     for _ in range(SEAL_ROUNDS_MAX):
-        yield SendChunks(peer, source, wanted, push.is_repair)
-        manifest = yield from _manifest(state, source)
+        await io.send_chunks(peer, source, wanted, is_repair=push.is_repair)
+        manifest = await _manifest(io, state, source)
         seal = Seal(shard=WireShard.of(push.shard), sender=state.host_id, manifest=manifest)
-        reply: CopySealed | ChunksMissing | Refused = yield CallPeer(peer, seal)
+        reply = await io.call_peer(peer, seal)
         if isinstance(reply, Refused):
             raise PeerRefused(reply.why, is_final=reply.is_final)
         if isinstance(reply, CopySealed):
             return
         wanted = _lacking(push, source, reply)
-        yield from _verify(state, source, wanted)
+        await _verify(io, state, source, wanted)
     raise PeerRefused(f"{len(wanted)} chunks arrived damaged or found no room {SEAL_ROUNDS_MAX} times", is_final=True)
 
 
-def _verify(state: HolderState, source: PushSource, wanted: Sequence[int]) -> Procedure[None]:
+async def _verify(io: HolderIo, state: HolderState, source: PushSource, wanted: Sequence[int]) -> None:
     """Digest chunks here that a peer lacks after they were sent; DigestMismatch if this host's own copy is bad.
 
     That is reported first: the refused copy must not make a step count as one that has this copy.
     """
     stored = source.stored
-    if stored is not None and (yield Verify(stored, frozenset(wanted))):
+    if stored is not None and (await io.verify(stored, frozenset(wanted))):
         report_copy(state, stored)
         raise DigestMismatch(
             f"{len(stored.missing)} chunks of {source.shard} on {state.host_id} are not what their digests say: they "
@@ -246,11 +240,10 @@ def _lacking(push: Push, source: PushSource, reply: Admitted | ChunksMissing) ->
     return wanted
 
 
-def _manifest(state: HolderState, source: PushSource) -> Procedure[bytes]:
+async def _manifest(io: HolderIo, state: HolderState, source: PushSource) -> bytes:
     """Return the manifest of the source. If it is damaged, this host has no copy: a step must not commit with it."""
     try:
-        manifest: bytes = yield ReadManifest(source)
-        return manifest
+        return await io.read_manifest(source)
     except DigestMismatch:
         if source.stored is not None and state.store.lose_manifest(source.stored):
             report_copy(state, source.stored)

@@ -16,21 +16,10 @@ from collections.abc import Collection
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.format.manifest import DIGEST_BYTES, chunk_sizes, split_digests
 from memstore.core.holder import ranks
-from memstore.core.holder.effects import (
-    CompareSample,
-    DigestAndStore,
-    Grant,
-    OpenFresh,
-    Procedure,
-    Replicate,
-    StreamingSource,
-    Unexpected,
-    WaitFor,
-    Warn,
-)
+from memstore.core.holder.holder_io import HolderIo, StreamingSource
 from memstore.core.holder.inventory import answer_fence, report_copy
 from memstore.core.holder.link import Link
-from memstore.core.holder.puts import equal_ranks
+from memstore.core.holder.puts import equal_ranks, push
 from memstore.core.holder.state import HolderState, SubmittedPut
 from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.rank_messages import PutReady, StepLevel
@@ -58,21 +47,21 @@ def done(state: HolderState, put: SubmittedPut) -> None:
         state.puts.pending[put.key] = left
 
 
-def run(state: HolderState, put: SubmittedPut) -> Procedure[None]:
+async def run(io: HolderIo, state: HolderState, put: SubmittedPut) -> None:
     """Seal a submission; if that fails, have the step given up on all ranks alike (R12)."""
     shard, why, is_failed = put.shard, "", True
     try:
         try:
-            why = yield from _seal(state, put, shard)
+            why = await _seal(io, state, put, shard)
         except MemstoreError as exc:
             why, is_failed = f"{type(exc).__name__}: {exc}", not isinstance(exc, CapacityError)
-            yield Warn(f"put of {shard} failed on host {state.host_id}: {why}")
+            await io.warn(f"put of {shard} failed on host {state.host_id}: {why}")
         except Exception as exc:
-            yield Unexpected(f"put of {shard} on host {state.host_id}", exc)
+            await io.unexpected(f"put of {shard} on host {state.host_id}", exc)
             why = f"{type(exc).__name__}: {exc}"
         if why:
             failed = StepLevel(attempt=shard.attempt, step=shard.step, level="failed", reason=why)
-            yield from ranks.send_level(state, put.link, failed)
+            await ranks.send_level(io, state, put.link, failed)
             skip = SkipStep(
                 job=shard.job, attempt=shard.attempt, rank=shard.rank, step=shard.step, why=why, is_failed=is_failed
             )
@@ -81,32 +70,34 @@ def run(state: HolderState, put: SubmittedPut) -> Procedure[None]:
         done(state, put)
 
 
-def _seal(state: HolderState, put: SubmittedPut, shard: ShardId) -> Procedure[str]:
+async def _seal(io: HolderIo, state: HolderState, put: SubmittedPut, shard: ShardId) -> str:
     """Digest a submission, store, report and push it; return why that is impossible, or ""."""
     sealing, link = state.puts.sealing, put.link
-    if not (yield WaitFor(lambda: link.is_retired or shard not in sealing, SEAL_S)):
+    if not await io.wait_for(lambda: link.is_retired or shard not in sealing, SEAL_S):
         raise IntegrityError(f"an earlier link's submission of {shard} has not been sealed for {SEAL_S:g} s")
     if link.is_retired:
         return ""  # the new link brings it again
     sealing.add(shard)
     try:
-        known, has_targets, why = yield from _stored(state, put, shard)
+        known, has_targets, why = await _stored(io, state, put, shard)
     finally:
         sealing.discard(shard)
     if known is None:
         return why
     before = state.shared_shards.put_sealed(known, shared_count(put.ready))
     sealed = StepLevel(attempt=shard.attempt, step=shard.step, level="sealed", digest=known.spec.digest)
-    yield from ranks.send_level(state, put.link, sealed)
+    await ranks.send_level(io, state, put.link, sealed)
     report_copy(state, known, _measured(put.ready, state.now(), before))
-    yield from equal_ranks.compare(state, shard)
+    await equal_ranks.compare(io, state, shard)
     if not has_targets:
-        yield from ranks.send_replicated(state, shard)
-    yield Grant(state.ranks.current(put.link))
+        await ranks.send_replicated(io, state, shard)
+    await io.grant(state.ranks.current(put.link))
     return ""
 
 
-def _stored(state: HolderState, put: SubmittedPut, shard: ShardId) -> Procedure[tuple[StoredReplica | None, bool, str]]:
+async def _stored(
+    io: HolderIo, state: HolderState, put: SubmittedPut, shard: ShardId
+) -> tuple[StoredReplica | None, bool, str]:
     """Return the stored replica and whether copies of it are to come; or None and the reason."""
     ready, store, link = put.ready, state.store, put.link
     # The whole message is checked before a slot changes its owner; list lengths are checked, not taken from the rank.
@@ -127,18 +118,18 @@ def _stored(state: HolderState, put: SubmittedPut, shard: ShardId) -> Procedure[
             else "the rank no longer had the lease of these slots (has this host's holder restarted?)"
         )  # fmt: skip
     if known is not None:
-        return known, (yield Replicate(shard, known.spec.digest)), ""
-    why = yield from _not_seen(state, shard, ready)
+        return known, (await push.replicate(io, state, shard, known.spec.digest)), ""
+    why = await _not_seen(io, state, shard, ready)
     if why:
         store.give_back(slots)
         return None, False, why
-    return *(yield from _fresh(state, shard, put)), ""
+    return *(await _fresh(io, state, shard, put)), ""
 
 
-def _not_seen(state: HolderState, shard: ShardId, ready: PutReady) -> Procedure[str]:
+async def _not_seen(io: HolderIo, state: HolderState, shard: ShardId, ready: PutReady) -> str:
     """Return why these slots do not hold what the rank filled in, as far as a sample of its bytes shows, or ""."""
     try:
-        found = yield CompareSample(ready.slots, ready.nbytes, ready.sample)
+        found = await io.compare_sample(ready.slots, ready.nbytes, ready.sample)
     except IntegrityError as exc:
         return f"{shard} was submitted, but {exc}"
     if not found:
@@ -148,39 +139,39 @@ def _not_seen(state: HolderState, shard: ShardId, ready: PutReady) -> Procedure[
         f"differ, the first is chunk {found[0]} in slot {ready.slots[found[0]]}, so nothing of it is kept. Restart "
         "the rank: it has another file mapped than its holder, or writes on after its put"
     )
-    yield Warn(f"host {state.host_id}, job {shard.job}: {why}")
+    await io.warn(f"host {state.host_id}, job {shard.job}: {why}")
     return why
 
 
-def _fresh(state: HolderState, shard: ShardId, put: SubmittedPut) -> Procedure[tuple[StoredReplica, bool]]:
+async def _fresh(io: HolderIo, state: HolderState, shard: ShardId, put: SubmittedPut) -> tuple[StoredReplica, bool]:
     """Digest, store, and push meanwhile: the first chunks are on the wire before the last are digested.
 
     The rank's own digests are not compared with the slots here: that would be the pass that they save. A target digests
     what it is sent, so a step whose slots are not what was copied gets no second copy.
     """
     try:
-        source, has_targets = yield from _pushed(state, put, shard)
+        source, has_targets = await _pushed(io, state, put, shard)
     except BaseException:
         state.store.give_back(put.ready.slots)
         raise
     try:
-        stored = yield DigestAndStore(shard, put.ready, source)
+        stored = await io.digest_and_store(shard, put.ready, source)
     except BaseException as exc:
         source.fail(f"{type(exc).__name__}: {exc}")
         raise
     return stored, has_targets
 
 
-def _pushed(state: HolderState, put: SubmittedPut, shard: ShardId) -> Procedure[tuple[StreamingSource, bool]]:
+async def _pushed(io: HolderIo, state: HolderState, put: SubmittedPut, shard: ShardId) -> tuple[StreamingSource, bool]:
     """Begin the pushes of a put; return their source, and whether there are any."""
     ready = put.ready
     given = given_digests(ready)
     sizes = chunk_sizes(ready.nbytes, state.store.chunk_bytes)
-    source = yield OpenFresh(shard, ready.slots if given is None else (), sizes)
+    source = await io.open_fresh(shard, ready.slots if given is None else (), sizes)
     if given is not None:
         source.extend(ready.slots, given)
     try:
-        return source, (yield Replicate(shard, "", source))
+        return source, (await push.replicate(io, state, shard, "", source))
     except BaseException as exc:
         source.fail(repr(exc))
         raise
@@ -223,11 +214,11 @@ def open_fence(state: HolderState, job: str, attempt: int) -> None:
     state.fences.open(job, attempt)
 
 
-def fence(state: HolderState, job: str, attempt: int, members: Collection[str]) -> Procedure[None]:
+async def fence(io: HolderIo, state: HolderState, job: str, attempt: int, members: Collection[str]) -> None:
     """Notify older processes that they are refused, finish their submissions, and answer with the inventory (R21)."""
     state.store.abort_older(job, attempt)
     pending = state.puts.pending
-    if not (yield WaitFor(lambda: not any(j == job and a < attempt for j, a, _ in pending), FENCE_DRAIN_S)):
-        yield Warn(f"job {job}: puts of older attempts are still digested {FENCE_DRAIN_S:g} s after a fence")
-    yield from ranks.send_fenced(state, job, attempt, members)
+    if not await io.wait_for(lambda: not any(j == job and a < attempt for j, a, _ in pending), FENCE_DRAIN_S):
+        await io.warn(f"job {job}: puts of older attempts are still digested {FENCE_DRAIN_S:g} s after a fence")
+    await ranks.send_fenced(io, state, job, attempt, members)
     answer_fence(state, job, attempt)

@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 from memstore.core.format.manifest import decode_manifest
-from memstore.core.holder.effects import CallPeer, OpenIncoming, Procedure, Reach, Together
+from memstore.core.holder.holder_io import HolderIo
 from memstore.core.holder.reads import fetch, partial_read
 from memstore.core.holder.state import HolderState, PartialRead, ReadKey
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import ChunkRange, ReadChunks, ReadShard, StageShard
-from memstore.core.wire.peer_messages import Verified, Verify
+from memstore.core.wire.peer_messages import Verify
 from memstore.core.wire.replies import ChunksElsewhere
 from memstore.errors import IntegrityError, PeerUnreachable
 
@@ -50,9 +50,9 @@ def read_key(order: BringOrder) -> ReadKey:
     return (order.job, order.rank) if isinstance(order, StageShard) else order.read
 
 
-def stage(
-    state: HolderState, order: BringOrder, bad: dict[str, list[int]], pin_s: float
-) -> Procedure[dict[str, list[int]]]:
+async def stage(
+    io: HolderIo, state: HolderState, order: BringOrder, bad: dict[str, list[int]], pin_s: float
+) -> dict[str, list[int]]:
     """Find a source for every chunk that is not here; return {} or, per source, the chunks that it says it lacks.
 
     Args:
@@ -67,7 +67,7 @@ def stage(
     """
     shard, spec = order.shard.id, order.spec.spec
     until_s = fetch.deadline_s(state)
-    data, lack_all = yield from fetch.manifest(state, order, shard, spec.digest, until_s)
+    data, lack_all = await fetch.manifest(io, state, order, shard, spec.digest, until_s)
     if data is None:
         return {**bad, **{source: list(range(spec.chunks_count)) for source in lack_all or {state.host_id}}}
     chunks = decode_manifest(data).chunks
@@ -76,7 +76,7 @@ def stage(
         wanted = partial_read.wanted(shard, order.chunks, spec.chunks_count)
     key = read_key(order)
     name = f"direct-{order.read}" if not isinstance(order, StageShard) else f"direct-{order.attempt}-{order.round}"
-    replica = yield OpenIncoming(
+    replica = await io.open_incoming(
         name, shard, [c.digest for c in chunks], [c.nbytes for c in chunks], order.attempt, wanted
     )
     is_kept = False
@@ -84,7 +84,7 @@ def stage(
         missing = replica.missing
         with state.store.lock:  # nothing more is to come: it claims no room for that
             replica.part = tuple(index for index in wanted if replica.slots[index] is not None)
-        sources, lost, problems = yield from _sources(state, order, missing, until_s)
+        sources, lost, problems = await _sources(io, state, order, missing, until_s)
         for source, indices in lost.items():
             bad.setdefault(source, []).extend(indices)
         if bad:
@@ -103,9 +103,9 @@ def stage(
             state.store.abort_incoming(name, shard, only=replica)
 
 
-def _sources(
-    state: HolderState, order: BringOrder, missing: list[int], until_s: float
-) -> Procedure[tuple[dict[str, list[int]], dict[str, list[int]], list[str]]]:
+async def _sources(
+    io: HolderIo, state: HolderState, order: BringOrder, missing: list[int], until_s: float
+) -> tuple[dict[str, list[int]], dict[str, list[int]], list[str]]:
     """Return source -> its chunks, source -> chunks that it lacks, and problems.
 
     For a get of all ranks every source has digested its chunks by then.
@@ -122,9 +122,9 @@ def _sources(
     if not isinstance(order, StageShard):
         return asked, lost, []
     found: dict[int, str] = {}
-    ask = partial(_verified, order, found)
-    ends = yield Together(
-        [fetch.from_planned(state, order, source, wanted, found.__contains__, ask, until_s)
+    ask = partial(_verified, io, order, found)
+    ends = await io.together(
+        [fetch.from_planned(io, state, order, source, wanted, found.__contains__, ask, until_s)
          for source, wanted in asked.items()]
     )  # fmt: skip
     lost.update({source: lacking for source, (lacking, _) in zip(asked, ends, strict=True) if lacking})
@@ -134,25 +134,25 @@ def _sources(
     return verified, lost, [problem for _, problem in ends if problem]
 
 
-def _verified(order: BringOrder, found: dict[int, str], host: str, wanted: list[int]) -> Procedure[list[int]]:
+async def _verified(io: HolderIo, order: BringOrder, found: dict[int, str], host: str, wanted: list[int]) -> list[int]:
     """Have a holder digest chunks again; note which are good there, and return those that it lacks."""
-    peer, lacking = (yield Reach(host)), []
+    peer, lacking = (await io.reach(host)), []
     for first in range(0, len(wanted), VERIFIED_TOGETHER):
         part = tuple(wanted[first : first + VERIFIED_TOGETHER])
         request = Verify(shard=WireShard.of(order.shard.id), digest=order.spec.digest, chunks=part)
-        answer: Verified = yield CallPeer(peer, request)
+        answer = await io.call_peer(peer, request)
         missing = set(answer.missing).intersection(part)
         found.update((index, host) for index in part if index not in missing)
         lacking += sorted(missing)
     return lacking
 
 
-def elsewhere(read: PartialRead) -> Procedure[tuple[ChunksElsewhere, ...]]:
+async def elsewhere(io: HolderIo, read: PartialRead) -> tuple[ChunksElsewhere, ...]:
     """Return where a reader fetches the chunks that are not here; none of a host that is gone by now."""
     rows = []
     for host, indices in sorted(read.sources.items()):
         try:
-            peer = yield Reach(host)
+            peer = await io.reach(host)
         except PeerUnreachable:
             continue  # its reader has these brought from another copy
         rows.append(ChunksElsewhere(host, peer.endpoints, tuple(ranges(indices))))

@@ -11,28 +11,17 @@ until the deadline is over, the holder stops, or the same rank's restore has gon
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.format.manifest import shard_digest
-from memstore.core.holder.effects import (
-    CallPeer,
-    OnStore,
-    Procedure,
-    Reach,
-    ReadDurableManifest,
-    ReceiveChunks,
-    ReceiveDurable,
-    Sleep,
-    Together,
-    Warn,
-)
+from memstore.core.holder.holder_io import HolderIo
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import Bring, DurablePlace, StageShard
-from memstore.core.wire.peer_messages import FetchManifest, ManifestFound, Verified, Verify
+from memstore.core.wire.peer_messages import FetchManifest, Verify
 from memstore.errors import DigestMismatch, IntegrityError, PeerTimeout, PeerUnreachable, TransportError
 from recovery.inventory import ShardId
 
@@ -54,17 +43,17 @@ def is_newest(state: HolderState, order: Bring) -> bool:
     return not isinstance(order, StageShard) or state.stages.newest.get((order.job, order.rank)) is order
 
 
-def may_wait(state: HolderState, order: Bring, until_s: float) -> Procedure[bool]:
+async def may_wait(io: HolderIo, state: HolderState, order: Bring, until_s: float) -> bool:
     """Wait before another try; False if there is to be none: too late, stopping, or a newer round is under way."""
     if not is_newest(state, order) or state.now() >= until_s or state.is_stopping():
         return False
-    yield Sleep(RETRY_S)
+    await io.sleep(RETRY_S)
     return not state.is_stopping()
 
 
-def manifest(
-    state: HolderState, order: Bring, shard: ShardId, digest: str, until_s: float
-) -> Procedure[tuple[bytes | None, set[str]]]:
+async def manifest(
+    io: HolderIo, state: HolderState, order: Bring, shard: ShardId, digest: str, until_s: float
+) -> tuple[bytes | None, set[str]]:
     """Get the manifest from any holder, else from durable storage; or None and the sources that say they lack it.
 
     Raises:
@@ -73,17 +62,17 @@ def manifest(
     pinned = state.store.pin(shard, digest)
     if pinned is not None:
         try:
-            return (yield OnStore(partial(state.store.manifest, pinned[0]))), set()
+            return await io.on_store(partial(state.store.manifest, pinned[0])), set()
         except DigestMismatch:
             pass  # its file here was damaged: any other copy's manifest serves as well
         finally:
             state.store.unpin(*pinned)
-    return (yield from brought_manifest(state, order, shard, digest, until_s))
+    return await brought_manifest(io, state, order, shard, digest, until_s)
 
 
-def brought_manifest(
-    state: HolderState, order: Bring, shard: ShardId, digest: str, until_s: float
-) -> Procedure[tuple[bytes | None, set[str]]]:
+async def brought_manifest(
+    io: HolderIo, state: HolderState, order: Bring, shard: ShardId, digest: str, until_s: float
+) -> tuple[bytes | None, set[str]]:
     """Get the manifest as `manifest` does, but from another host or durable storage."""
     sources = [host for host in order.holders if host != state.host_id]
     sources += [DURABLE] if order.durable is not None else []
@@ -92,7 +81,7 @@ def brought_manifest(
         problems = []
         for source in _silent_last(state, sources):
             try:
-                return (yield from _answered(state, source, _manifest_of(order, source, shard, digest))), lacking
+                return (await _answered(io, state, source, _manifest_of(io, order, source, shard, digest))), lacking
             except IntegrityError:
                 lacking.add(source)
             except TransportError as exc:
@@ -100,16 +89,16 @@ def brought_manifest(
         if not problems:
             return None, lacking
         sources = [s for s in sources if s not in lacking]
-        if not (yield from may_wait(state, order, until_s)):
+        if not await may_wait(io, state, order, until_s):
             raise PeerUnreachable(f"no source gave the manifest of {shard}: {'; '.join(problems)}")
 
 
-def _manifest_of(order: Bring, source: str, shard: ShardId, digest: str) -> Procedure[bytes]:
+async def _manifest_of(io: HolderIo, order: Bring, source: str, shard: ShardId, digest: str) -> bytes:
     """Return the manifest that a source has, checked against the shard's digest (R14)."""
     if source == DURABLE:
-        return (yield ReadDurableManifest(_storage(order), shard, order.spec.spec))  # type: ignore[no-any-return]
-    peer = yield Reach(source)
-    found: ManifestFound = yield CallPeer(peer, FetchManifest(shard=WireShard.of(shard), digest=digest))
+        return await io.read_durable_manifest(_storage(order), shard, order.spec.spec)
+    peer = await io.reach(source)
+    found = await io.call_peer(peer, FetchManifest(shard=WireShard.of(shard), digest=digest))
     data = found.manifest
     if shard_digest(data) != digest:
         raise DigestMismatch(
@@ -126,10 +115,10 @@ def _silent_last(state: HolderState, sources: Iterable[str]) -> list[str]:
     return sorted(sources, key=lambda source: state.now() - asked_s.get(source, -math.inf) < SILENT_S)
 
 
-def _answered(state: HolderState, source: str, question: Procedure[T]) -> Procedure[T]:
+async def _answered(io: HolderIo, state: HolderState, source: str, question: Coroutine[Any, Any, T]) -> T:
     """Ask a source, and note whether it answers."""
     try:
-        answer = yield from question
+        answer = await question
     except PeerTimeout:
         state.stages.unanswered_s[source] = state.now()
         raise
@@ -137,13 +126,14 @@ def _answered(state: HolderState, source: str, question: Procedure[T]) -> Proced
     return answer
 
 
-def chunks(
+async def chunks(
+    io: HolderIo,
     state: HolderState,
     order: Bring,
     replica: IncomingReplica,
     sizes: list[int],
     until_s: float,
-) -> Procedure[tuple[dict[str, list[int]], list[str]]]:
+) -> tuple[dict[str, list[int]], list[str]]:
     """Fetch every planned run, all sources at once; return what sources say they lack, and other problems."""
     wanted: dict[str, list[int]] = {}
     missing = set(replica.missing)
@@ -153,22 +143,23 @@ def chunks(
             wanted.setdefault(run.source or DURABLE, []).extend(lacking)
     sources = [source for source, indices in wanted.items() if indices]
     is_here = lambda index: replica.slots[index] is not None  # noqa: E731
-    ask = partial(_from, order, replica, sizes)
-    fetches = [from_planned(state, order, source, wanted[source], is_here, ask, until_s) for source in sources]
-    found = yield Together(fetches)
+    ask = partial(_from, io, order, replica, sizes)
+    fetches = [from_planned(io, state, order, source, wanted[source], is_here, ask, until_s) for source in sources]
+    found = await io.together(fetches)
     lost = {source: indices for source, (indices, _) in zip(sources, found, strict=True) if indices}
     return lost, [problem for _, problem in found if problem]
 
 
-def from_planned(
+async def from_planned(
+    io: HolderIo,
     state: HolderState,
     order: Bring,
     source: str,
     indices: list[int],
     is_done: Callable[[int], bool],
-    ask: Callable[[str, list[int]], Procedure[list[int]]],
+    ask: Callable[[str, list[int]], Coroutine[Any, Any, list[int]]],
     until_s: float,
-) -> Procedure[tuple[list[int], str]]:
+) -> tuple[list[int], str]:
     """Ask for chunks at their planned source, then at the other holders of the shard as well (R25).
 
     Args:
@@ -192,25 +183,25 @@ def from_planned(
         host, *turns = _silent_last(state, turns)
         todo = [i for i in indices if not is_done(i) and i not in lost]
         try:
-            lacking = yield from _answered(state, host, ask(host, todo))
+            lacking = await _answered(io, state, host, ask(host, todo))
             problem = problem or f"{host}: chunks it holds undamaged arrived damaged"
         except IntegrityError:
             lacking = todo
         except TransportError as exc:
             lacking, problem = [], f"{host}: {exc}"
-            yield Warn(f"staging from {host}: {exc}")
+            await io.warn(f"staging from {host}: {exc}")
         if host == source:  # another holder may have it or not: missing chunks there are no evidence
             lost.update(lacking)
         if all(is_done(i) or i in lost for i in indices):
             return sorted(lost), ""
-        if not (yield from may_wait(state, order, float("inf") if turns else until_s)):
+        if not await may_wait(io, state, order, float("inf") if turns else until_s):
             break
     return sorted(lost), problem
 
 
-def _from(
-    order: Bring, replica: IncomingReplica, sizes: list[int], host: str, indices: list[int]
-) -> Procedure[list[int]]:
+async def _from(
+    io: HolderIo, order: Bring, replica: IncomingReplica, sizes: list[int], host: str, indices: list[int]
+) -> list[int]:
     """Pull chunks into the incoming replica; return those that the source itself says it lacks.
 
     A chunk that arrives damaged makes the peer digest its own bytes again and report them: it counts as bad only on
@@ -218,12 +209,12 @@ def _from(
     """
     spec = order.spec.spec
     if host == DURABLE:
-        return (yield ReceiveDurable(_storage(order), replica, spec, indices, sizes))  # type: ignore[no-any-return]
-    peer = yield Reach(host)
-    bad = yield ReceiveChunks(peer, replica, spec.digest, indices)
+        return await io.receive_durable(_storage(order), replica, spec, indices, sizes)
+    peer = await io.reach(host)
+    bad = await io.receive_chunks(peer, replica, spec.digest, indices)
     if not bad:
         return []
-    answer: Verified = yield CallPeer(peer, Verify(shard=WireShard.of(replica.shard), digest=spec.digest, chunks=None))
+    answer = await io.call_peer(peer, Verify(shard=WireShard.of(replica.shard), digest=spec.digest, chunks=None))
     return sorted(set(answer.missing).intersection(bad))
 
 

@@ -18,7 +18,7 @@ from msgspec import structs
 
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.format.manifest import decode_manifest
-from memstore.core.holder.effects import OnStore, OpenIncoming, Procedure, WaitFor
+from memstore.core.holder.holder_io import HolderIo
 from memstore.core.holder.reads import fetch
 from memstore.core.holder.state import HolderState, PartialRead, ReadKey
 from memstore.core.wire.orders import ChunkRange, ReadChunks, Run
@@ -29,7 +29,7 @@ PIN_S = 600.0  # longest a reader may keep a partial read (R7)
 TAKE_S = 30.0  # longest it waits for its reader, who may be gone or have asked another controller: puts lack its slots
 
 
-def stage(state: HolderState, order: ReadChunks) -> Procedure[dict[str, list[int]]]:
+async def stage(io: HolderIo, state: HolderState, order: ReadChunks) -> dict[str, list[int]]:
     """Bring the chunks here; return {} or, per source, those that it says it lacks.
 
     If other readers have the room, the read gives its chunks back and waits; only one read waits at a time.
@@ -39,39 +39,39 @@ def stage(state: HolderState, order: ReadChunks) -> Procedure[dict[str, list[int
         IntegrityError: the shard has no such chunks.
     """
     with contextlib.suppress(CapacityError):
-        return (yield from _stage(state, order))
+        return await _stage(io, state, order)
     partial_reads = state.partial_reads
-    yield WaitFor(lambda: not partial_reads.is_tight)
+    await io.wait_for(lambda: not partial_reads.is_tight)
     partial_reads.is_tight = True
     try:
         until_s = fetch.deadline_s(state)
         while True:
             try:
-                return (yield from _stage(state, order))
+                return await _stage(io, state, order)
             except CapacityError:
-                if not (yield from fetch.may_wait(state, order, until_s)):
+                if not await fetch.may_wait(io, state, order, until_s):
                     raise
     finally:
         partial_reads.is_tight = False
 
 
-def _stage(state: HolderState, order: ReadChunks) -> Procedure[dict[str, list[int]]]:
+async def _stage(io: HolderIo, state: HolderState, order: ReadChunks) -> dict[str, list[int]]:
     shard, spec = order.shard.id, order.spec.spec
     chunks_wanted = wanted(shard, order.chunks, spec.chunks_count)
     until_s = fetch.deadline_s(state)
-    data, lack_all = yield from fetch.manifest(state, order, shard, spec.digest, until_s)
+    data, lack_all = await fetch.manifest(io, state, order, shard, spec.digest, until_s)
     if data is None:
         return {source: list(chunks_wanted) for source in lack_all or {state.host_id}}
     chunks = decode_manifest(data).chunks
     name = f"read-{order.read}"
     digests, sizes = [c.digest for c in chunks], [c.nbytes for c in chunks]
-    replica = yield OpenIncoming(name, shard, digests, sizes, order.attempt, chunks_wanted)
+    replica = await io.open_incoming(name, shard, digests, sizes, order.attempt, chunks_wanted)
     is_kept = False
     try:
         # What this host holds already is good, or it is fetched like the rest.
-        yield OnStore(partial(state.store.verify_slots, _held(replica)))
-        yield OnStore(partial(state.store.ensure_free, len(replica.missing)))
-        bad, problems = yield from fetch.chunks(state, _elsewhere(state, order), replica, sizes, until_s)
+        await io.on_store(partial(state.store.verify_slots, _held(replica)))
+        await io.on_store(partial(state.store.ensure_free, len(replica.missing)))
+        bad, problems = await fetch.chunks(io, state, _elsewhere(state, order), replica, sizes, until_s)
         if replica.missing and problems and not bad:
             raise PeerUnreachable("; ".join(problems))
         if replica.missing:

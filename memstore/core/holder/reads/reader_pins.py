@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from memstore.core.format.manifest import shard_digest
-from memstore.core.holder.effects import OnStore, Procedure
+from memstore.core.holder.holder_io import HolderIo
 from memstore.core.holder.link import Link
 from memstore.core.holder.reads import direct_read, partial_read
 from memstore.core.holder.state import HolderState, ReadKey
@@ -17,12 +17,12 @@ from memstore.core.wire.replies import ChunksElsewhere, ChunksStaged, ShardPlace
 from memstore.errors import IntegrityError
 
 
-def place(state: HolderState, link: Link, staged: ShardStaged | ChunksStaged) -> Procedure[ShardPlaced]:
+async def place(io: HolderIo, state: HolderState, link: Link, staged: ShardStaged | ChunksStaged) -> ShardPlaced:
     """Pin what was brought here for a reader, and return its place. IntegrityError if it is gone or damaged."""
     key: ReadKey = staged.read if isinstance(staged, ChunksStaged) else (link.job, staged.shard.rank)
     if isinstance(staged, ChunksStaged) or _is_direct(state, key, staged):
         ready = partial_read.take(state, key)
-        elsewhere = yield from direct_read.elsewhere(ready)
+        elsewhere = await direct_read.elsewhere(io, ready)
         pin = hold(state, link, partial(partial_read.release, state, key, ready))
         return _placed(staged, ready.manifest, ready.replica.slots, pin, elsewhere)
     pinned = state.store.pin(staged.shard.id, staged.digest, is_reader=True)
@@ -30,7 +30,7 @@ def place(state: HolderState, link: Link, staged: ShardStaged | ChunksStaged) ->
         raise IntegrityError("the staged shard was dropped before it could be read: call get() again")
     release = partial(state.store.unpin, *pinned)
     try:
-        manifest = yield OnStore(partial(state.store.manifest, pinned[0]))
+        manifest = await io.on_store(partial(state.store.manifest, pinned[0]))
     except BaseException:
         release()
         raise
@@ -66,9 +66,9 @@ def hold(state: HolderState, link: Link, release: Callable[[], None]) -> int:
     return pin
 
 
-def expire(state: HolderState) -> Procedure[None]:
+async def expire(io: HolderIo, state: HolderState) -> None:
     """Let go of what readers kept past their deadline, or did not take."""
-    yield OnStore(state.store.expire_pins)
+    await io.on_store(state.store.expire_pins)
     partial_read.expire(state)
 
 

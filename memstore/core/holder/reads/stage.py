@@ -15,17 +15,7 @@ from functools import partial
 
 from memstore.core.arena.replica_index import StagedKey, StoredReplica
 from memstore.core.format.manifest import decode_manifest
-from memstore.core.holder.effects import (
-    KeepStaged,
-    OnStore,
-    OpenIncoming,
-    Procedure,
-    SendToRank,
-    Unexpected,
-    Verify,
-    WaitFor,
-    Warn,
-)
+from memstore.core.holder.holder_io import HolderIo
 from memstore.core.holder.inventory import report_copy
 from memstore.core.holder.reads import direct_read, fetch, partial_read
 from memstore.core.holder.state import HolderState, Reading
@@ -53,19 +43,19 @@ def begin(state: HolderState, order: BringOrder) -> None:
         state.stages.newest[order.job, order.rank] = order
 
 
-def run(state: HolderState, order: BringOrder) -> Procedure[None]:
+async def run(io: HolderIo, state: HolderState, order: BringOrder) -> None:
     """Stage a shard, or some chunks of it, and report the end."""
     problem: str | None = None
     bad: dict[str, list[int]] = {}
     try:
-        bad = yield from _bring(state, order)
+        bad = await _bring(io, state, order)
         if bad:
             parts = "; ".join(f"{source}: {len(chunks)} chunks" for source, chunks in bad.items())
             problem = f"chunks damaged or missing at {parts}"
     except MemstoreError as exc:
         problem = f"{type(exc).__name__}: {exc}"
     except Exception as exc:
-        yield Unexpected(f"staging {order.shard.id}", exc)
+        await io.unexpected(f"staging {order.shard.id}", exc)
         problem = repr(exc)
     lacking = {source: tuple(chunks) for source, chunks in bad.items()}
     shard, digest = order.shard, order.spec.digest
@@ -81,7 +71,7 @@ def run(state: HolderState, order: BringOrder) -> Procedure[None]:
     state.report(report)
 
 
-def check(state: HolderState, order: OrderCheck) -> Procedure[None]:
+async def check(io: HolderIo, state: HolderState, order: OrderCheck) -> None:
     """Let a rank compare `into=` with what was staged for it; an order that cannot be done is answered (R26)."""
     why = f"what was staged for rank {order.rank} on host {state.host_id} is gone: call get() again"
     stored = state.store.staged(StagedKey(order.job, order.rank, "round", order.round))
@@ -89,11 +79,11 @@ def check(state: HolderState, order: OrderCheck) -> Procedure[None]:
     try:
         manifest = direct.manifest if direct is not None else None
         if stored is not None:
-            manifest = yield OnStore(partial(state.store.manifest, stored))
+            manifest = await io.on_store(partial(state.store.manifest, stored))
         if manifest is not None:
             for link in state.ranks.of_job(order.job):
                 if link.rank == order.rank:
-                    yield SendToRank(link, CheckInto(round=order.round, manifest=manifest))
+                    await io.send_to_rank(link, CheckInto(round=order.round, manifest=manifest))
             return
     except DigestMismatch as exc:
         why = str(exc)
@@ -101,41 +91,41 @@ def check(state: HolderState, order: OrderCheck) -> Procedure[None]:
     state.report(IntoChecked(job=order.job, round=order.round, rank=order.rank, error=error))
 
 
-def _bring(state: HolderState, order: BringOrder) -> Procedure[dict[str, list[int]]]:
+async def _bring(io: HolderIo, state: HolderState, order: BringOrder) -> dict[str, list[int]]:
     """Bring what is ordered, or find its sources; return {}, or source -> chunks that it says it lacks."""
     if not isinstance(order, ReadChunks):
         if isinstance(order, StageShard):
             partial_read.release(state, direct_read.read_key(order))  # of an older round
-        return (yield from _once(state, order))
+        return await _once(io, state, order)
     if direct_read.is_direct(state, order):
-        return (yield from direct_read.stage(state, order, {}, partial_read.TAKE_S))
-    return (yield from partial_read.stage(state, order))
+        return await direct_read.stage(io, state, order, {}, partial_read.TAKE_S)
+    return await partial_read.stage(io, state, order)
 
 
-def _once(state: HolderState, order: StageShard | ReadShard) -> Procedure[dict[str, list[int]]]:
+async def _once(io: HolderIo, state: HolderState, order: StageShard | ReadShard) -> dict[str, list[int]]:
     """Stage a shard; of several reads of it, as by ranks that share its state, one fetches and the others wait."""
     shard = order.shard.id
     if isinstance(order, StageShard) or direct_read.is_direct(state, order):
-        return (yield from stage(state, order, shard))
+        return await stage(io, state, order, shard)
     reading = state.stages.reading
     key, mine = (shard, order.spec.digest), Reading()
     while (first := reading.setdefault(key, mine)) is not mine:
-        if (yield from _await_other(state, first)):
-            return (yield from stage(state, order, shard))  # which fetches, if the other could not
+        if await _await_other(io, state, first):
+            return await stage(io, state, order, shard)  # which fetches, if the other could not
         if reading.get(key) is first:  # the reads that waited beside this one wait for it now
             del reading[key]
     try:
-        return (yield from stage(state, order, shard, mine))
+        return await stage(io, state, order, shard, mine)
     finally:
         if reading.get(key) is mine:
             del reading[key]
         mine.is_over = True
 
 
-def _await_other(state: HolderState, other: Reading) -> Procedure[bool]:
+async def _await_other(io: HolderIo, state: HolderState, other: Reading) -> bool:
     """Wait until another read has ended; return False if no chunk came for it within `BESIDE_S`."""
     left, since_s = other.left(), state.now()
-    while not (yield WaitFor(lambda: other.is_over, LOOK_S)):
+    while not await io.wait_for(lambda: other.is_over, LOOK_S):
         if other.left() != left:
             left, since_s = other.left(), state.now()
         elif state.now() - since_s > BESIDE_S:
@@ -143,32 +133,32 @@ def _await_other(state: HolderState, other: Reading) -> Procedure[bool]:
     return True
 
 
-def stage(
-    state: HolderState, order: StageShard | ReadShard, shard: ShardId, reading: Reading | None = None
-) -> Procedure[dict[str, list[int]]]:
+async def stage(
+    io: HolderIo, state: HolderState, order: StageShard | ReadShard, shard: ShardId, reading: Reading | None = None
+) -> dict[str, list[int]]:
     """Return {} when the whole shard is here and verified, else source -> chunks that it says it lacks."""
     spec, me, store = order.spec.spec, state.host_id, state.store
     key = staged_key(order)
-    bad = yield from _staged_here(state, order, key, shard, spec)
+    bad = await _staged_here(io, state, order, key, shard, spec)
     if bad is None:
         return {}
     if direct_read.is_direct(state, order):
         pin_s = partial_read.PIN_S if isinstance(order, StageShard) else partial_read.TAKE_S
-        return (yield from direct_read.stage(state, order, bad, pin_s))
+        return await direct_read.stage(io, state, order, bad, pin_s)
     until_s = fetch.deadline_s(state)
-    data, lack_all = yield from fetch.manifest(state, order, shard, spec.digest, until_s)
+    data, lack_all = await fetch.manifest(io, state, order, shard, spec.digest, until_s)
     if data is None:
         return {**bad, **{source: list(range(spec.chunks_count)) for source in lack_all or {me}}}
     sizes = [c.nbytes for c in decode_manifest(data).chunks]
     digests = [c.digest for c in decode_manifest(data).chunks]
     number = f"{order.attempt}-{order.round}" if isinstance(order, StageShard) else f"read-{order.read}"
     name = f"stage-{number}"
-    replica = yield OpenIncoming(name, shard, digests, sizes, order.attempt)
+    replica = await io.open_incoming(name, shard, digests, sizes, order.attempt)
     if reading is not None:
         reading.replica = replica
     try:
-        yield OnStore(partial(store.ensure_free, len(replica.missing)))
-        lost, problems = yield from fetch.chunks(state, order, replica, sizes, until_s)
+        await io.on_store(partial(store.ensure_free, len(replica.missing)))
+        lost, problems = await fetch.chunks(io, state, order, replica, sizes, until_s)
         for source, chunks in lost.items():
             bad.setdefault(source, []).extend(chunks)
         if replica.missing and problems and not bad:
@@ -182,13 +172,13 @@ def stage(
     pinned = store.pin(shard, spec.digest)
     if pinned is None:
         raise IntegrityError(f"{shard} was dropped while it was staged")
-    yield KeepStaged(key, *pinned)
+    await io.keep_staged(key, *pinned)
     return {}
 
 
-def _staged_here(
-    state: HolderState, order: StageShard | ReadShard, key: StagedKey, shard: ShardId, spec: ShardSpec
-) -> Procedure[dict[str, list[int]] | None]:
+async def _staged_here(
+    io: HolderIo, state: HolderState, order: StageShard | ReadShard, key: StagedKey, shard: ShardId, spec: ShardSpec
+) -> dict[str, list[int]] | None:
     """Keep the copy that is here and return None, if it is whole; else return the planned chunks that it lacks."""
     pinned = state.store.pin(shard, spec.digest)
     if pinned is None:
@@ -198,10 +188,10 @@ def _staged_here(
     try:
         # A reader digests what it copies and fetches bad chunks again, so it is not digested here first (R27).
         is_read = isinstance(order, ReadShard)
-        lacking = sorted(stored.missing) if is_read else (yield Verify(stored))
-        if not lacking and (yield from _has_manifest(state, order, stored)):
+        lacking = sorted(stored.missing) if is_read else (await io.verify(stored))
+        if not lacking and (await _has_manifest(io, state, order, stored)):
             is_kept = True
-            yield KeepStaged(key, stored, pin)
+            await io.keep_staged(key, stored, pin)
             return None
         report_copy(state, stored)
     finally:
@@ -213,14 +203,14 @@ def _staged_here(
     return {state.host_id: lost} if lost else {}  # evidence for the next plan
 
 
-def _has_manifest(state: HolderState, order: Bring, stored: StoredReplica) -> Procedure[bool]:
+async def _has_manifest(io: HolderIo, state: HolderState, order: Bring, stored: StoredReplica) -> bool:
     """Return whether a copy's manifest is what was stored; a damaged one is brought from another copy first."""
     try:
-        yield OnStore(partial(state.store.manifest, stored))
+        await io.on_store(partial(state.store.manifest, stored))
     except DigestMismatch as exc:
-        yield Warn(f"host {state.host_id}: {exc}")
+        await io.warn(f"host {state.host_id}: {exc}")
         until_s = fetch.deadline_s(state)
-        data, _ = yield from fetch.brought_manifest(state, order, stored.shard, stored.spec.digest, until_s)
+        data, _ = await fetch.brought_manifest(io, state, order, stored.shard, stored.spec.digest, until_s)
         if data is None:
             state.store.lose_manifest(stored)  # the caller reports the copy as it is now
             return False

@@ -12,15 +12,18 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
-from memstore.core.holder import answers, drop, ranks, room
-from memstore.core.holder.effects import Procedure
+from msgspec import structs
+
+from memstore.core.holder import answers, ranks
 from memstore.core.holder.fences import JobFences
+from memstore.core.holder.holder_io import Lane
 from memstore.core.holder.inventory import inventory, report_copy
-from memstore.core.holder.puts import equal_ranks
-from memstore.core.holder.puts.push import WHOLE_BYTES, Push
-from memstore.core.holder.reads import reader_pins, stage
+from memstore.core.holder.orders import obey
+from memstore.core.holder.puts import equal_ranks, seal
+from memstore.core.holder.puts.push import WHOLE_BYTES
+from memstore.core.holder.reads import reader_pins
 from memstore.core.holder.sessions import Sessions, read_journal
-from memstore.core.holder.state import HolderState, Limits
+from memstore.core.holder.state import HolderState, Limits, SubmittedPut
 from memstore.core.wire import calls, reports
 from memstore.core.wire.messages import (
     CallReceived,
@@ -30,16 +33,9 @@ from memstore.core.wire.messages import (
     Report,
 )
 from memstore.core.wire.orders import (
-    AbandonStep,
     AllHosts,
-    CallAnswered,
-    CallRefused,
-    DropJob,
     EchoClock,
-    Fence,
     ForgetStory,
-    FreeCopies,
-    Grow,
     HostNews,
     JournalAppend,
     JournalKeep,
@@ -47,21 +43,9 @@ from memstore.core.wire.orders import (
     JournalReplace,
     KeepStory,
     Order,
-    OrderCheck,
-    PushCopy,
-    PushTargets,
-    RaiseLevel,
-    ReadChunks,
-    ReadShard,
-    Reserve,
-    StageShard,
     TakeIncarnation,
-    VerifyCopies,
 )
 from memstore.core.wire.rank_messages import PutReady
-from memstore.core.wire.replies import HostVerified
-from memstore.core.wire.reports import CopiesVerified
-from memstore.errors import InternalError
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.pending_calls import Calls
 from memstore.shell.holder.scrub import Scrubber
@@ -69,13 +53,9 @@ from memstore.shell.peer.outgoing_shard import OutgoingShards
 from memstore.shell.peer.server import PeerServer
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.host.context import HostWorld
-from memstore.testing.simulator.host.driver import Driver
-from memstore.testing.simulator.host.durable import Persister
-from memstore.testing.simulator.host.push import Pusher
 from memstore.testing.simulator.host.rank_link import RankLink, hello_of, open_link
-from memstore.testing.simulator.host.seal import Sealer
 from memstore.testing.simulator.host.shared_shards import SharedShardHolder, SimSharedShards
-from memstore.testing.simulator.host.staging import Stager
+from memstore.testing.simulator.host.virtual_io import VirtualIo, finish
 from memstore.testing.simulator.world.memory import (
     MachineClock,
     Memory,
@@ -88,8 +68,8 @@ from memstore.testing.simulator.world.virtual_time import Thread, Wait
 from recovery.inventory import Copy, ShardId
 
 REAP_S = 0.5
+FENCE = Lane("fence")
 SLOTS_MAX = 400
-LATE_SHARE, LATE_MAX_S = 0.05, 5.0  # of orders that wait for a thread
 
 
 class SimHolder:
@@ -131,10 +111,7 @@ class SimHolder:
             pin_numbers=itertools.count(first_pin), fences=self.fences, shared_shards=self.shared_shards,
         )  # fmt: skip
         self.replicas.on_damaged = partial(report_copy, self.state)
-        self.driver = Driver(self)
-        self.pusher = Pusher(self, self.state, self.driver)
-        self.sealer = Sealer(self, self.state, self.driver, self.pusher)
-        self.stager, self.persister = Stager(self, self.state, self.driver), Persister(self, self.state, self.driver)
+        self.io = VirtualIo(self)
         checker.stored_bytes.adopted(self)
 
     @property
@@ -195,11 +172,11 @@ class SimHolder:
 
     def _copy_sealed(self, copy: Copy) -> None:
         report_copy(self.state, copy)
-        self.driver.start(equal_ranks.compare(self.state, copy.shard))
+        self.io.start(FENCE, equal_ranks.compare, self.state, copy.shard)
 
     def before_offer(self, shard: ShardId, sender: SharedShardHolder) -> Generator[Wait, None, bool]:
         """Wait until an offer of a new put may be answered; return whether time passed."""
-        return self.shared_shards.watched(shard, sender, self.driver.run(equal_ranks.await_own(self.state, shard)))
+        return self.shared_shards.watched(shard, sender, finish(equal_ranks.await_own(self.io, self.state, shard)))
 
     # -- ranks --------------------------------------------------------------------------------
 
@@ -222,7 +199,7 @@ class SimHolder:
         def serve() -> Thread:
             if late_s:
                 yield late_s
-            yield from self.driver.run(ranks.join(self.state, link, hello, rank.ended()))
+            yield from finish(ranks.join(self.io, self.state, link, hello, rank.ended()))
             if link.is_open:
                 rank.connected(self)
 
@@ -234,7 +211,7 @@ class SimHolder:
             self.spawn(self._end(link))
 
     def _end(self, link: RankLink) -> Thread:
-        yield from self.driver.run(ranks.leave(self.state, link))
+        yield from finish(ranks.leave(self.io, self.state, link))
         ranks.end(self.state, link)
 
     def call(self, rank: Rank, call_id: int, request: calls.RankCall) -> None:
@@ -245,12 +222,21 @@ class SimHolder:
         """Pass on what the controller answered."""
         call = self.calls.take(number)
         if call is not None:
-            self.stager.pass_on(call, data, error)
+            self.io.start(FENCE, answers.pass_on, self.state, call, data, error)
 
     def take_over(self, rank: Rank, ready: PutReady) -> None:
         """A submission came completely: seal it under the fence that holds now (R21)."""
-        if isinstance(rank.link, RankLink):
-            self.sealer.take_over(rank.link, ready)
+        if not isinstance(rank.link, RankLink):
+            return
+        # Its sample tells another arena.
+        put = seal.add(self.state, rank.link, structs.replace(ready, arena=self.replicas.arena_identity))
+        if put is not None:
+            self.shared_shards.began(put.shard)
+            self.spawn(self._seal(put))
+
+    def _seal(self, put: SubmittedPut) -> Thread:
+        yield from finish(seal.run(self.io, self.state, put))
+        self.shared_shards.ended(put.shard)
 
     def reap(self) -> None:
         """Reclaim what processes leased that are proved dead; let go of what was kept too long (R7, R8)."""
@@ -260,8 +246,8 @@ class SimHolder:
             if not link.is_open:
                 ranks.end(self.state, link)
         self.served_links = [link for link in self.served_links if link.is_open]
-        self.driver.start(ranks.reap(self.state))
-        self.driver.start(reader_pins.expire(self.state))
+        self.io.start(FENCE, ranks.reap, self.state)
+        self.io.start(FENCE, reader_pins.expire, self.state)
         self.peer_server.give_up_idle()
         self.sessions.facts.retry()
 
@@ -274,52 +260,25 @@ class SimHolder:
 
     def obey(self, order: Order) -> None:
         """Carry out one order."""
-        state = self.state
         match order:
             case JournalPage() | JournalAppend() | JournalReplace() | JournalKeep():
                 self.sessions.facts.take(order)
             case EchoClock():
                 self.session.clock_s = order.clock_s  # type: ignore[union-attr]
-            case AllHosts() | HostNews():
-                known = self.view.difference(order.gone) if isinstance(order, HostNews) else set()
-                self.view = known | {row.host for row in order.hosts}
-                self.peer_server.keep_senders(self.view)
-                self.replicas.room.keep_shares(order.jobs)
-            case Fence():
-                self.sealer.fence(order.job, order.attempt, order.members)
-            case PushTargets():
-                self.shared_shards.declare(order)
-            case Reserve():
-                self.driver.start(room.reserve(state, order))
-            case Grow():
-                self.driver.start(room.grow(state, order))
-            case PushCopy():
-                self.pusher.submit(Push(order.shard.id, order.digest, order.target, is_repair=True))
-            case StageShard() | ReadShard() | ReadChunks():
-                self.stager.order(order)
-            case OrderCheck():
-                self.driver.start(stage.check(state, order))
-            case RaiseLevel():
-                self.driver.start(ranks.send_to_attempt(state, order.job, ranks.raised(order)))
-            case AbandonStep():
-                self._later(drop.abandon(state, order))
-            case FreeCopies():
-                self._later(drop.free(state, order))
-            case DropJob():
-                self._later(drop.drop_job(state, order))
-            case VerifyCopies():
-                found = HostVerified(shards=0, chunks=0, damaged=0, damaged_manifests=0)
-                self.report(CopiesVerified(call=order.call, found=found, problem=""))
             case KeepStory():
                 self.memory.stories[order.job] = order.story
             case ForgetStory():
                 self.memory.stories.pop(order.job, None)
             case TakeIncarnation():
                 self.begin_again(order.above)
-            case CallAnswered() | CallRefused():
-                raise InternalError(f"{type(order).__name__} is the session's")
             case _:
-                self.persister.order(order)
+                if isinstance(order, AllHosts | HostNews):
+                    known = self.view.difference(order.gone) if isinstance(order, HostNews) else set()
+                    self.view = known | {row.host for row in order.hosts}
+                    self.peer_server.keep_senders(self.view)
+                at_once = obey(self.io, self.state, order)
+                if at_once is not None:
+                    self.spawn(finish(at_once))
 
     def begin_again(self, above: int) -> None:
         """Take an incarnation above one, and begin a new session (R3)."""
@@ -327,13 +286,3 @@ class SimHolder:
         self.view.clear()
         if self.session is not None:
             self.session.reset()
-
-    def _later(self, steps: Procedure[None]) -> None:
-        """Run a procedure on a thread that may be busy: a session may end meanwhile."""
-
-        def late() -> Thread:
-            if self.world.rng.random() < LATE_SHARE:
-                yield self.world.rng.uniform(0.0, LATE_MAX_S)
-            yield from self.driver.run(steps)
-
-        self.spawn(late())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from memstore.core.format.manifest import chunk_digest
-from memstore.core.holder.effects import CALL_TIMEOUT_S
+from memstore.core.holder.holder_io import CALL_TIMEOUT_S
 from memstore.core.wire import codec
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind

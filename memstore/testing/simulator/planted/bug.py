@@ -46,6 +46,10 @@ class PlantedBug:
         return outcome, SEEDS_MAX
 
 
+async def nothing(*_: Any) -> None:
+    """Take the place of a procedure that is left out."""
+
+
 def planted(
     name: str, breaks: str, caught_by: str, *faults: Fault, at: tuple[Any, str] | None = None, **cluster: Any,
 ) -> Callable[[Callable[..., Any]], PlantedBug]:  # fmt: skip

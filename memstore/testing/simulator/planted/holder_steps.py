@@ -10,13 +10,12 @@ from unittest.mock import patch
 
 from memstore.core.history import orphans
 from memstore.core.holder import idle_time, incarnation, ranks
-from memstore.core.holder.effects import Procedure
 from memstore.core.holder.puts import seal
 from memstore.core.holder.sessions import Sessions
 from memstore.core.holder.state import HolderState, SubmittedPut
 from memstore.core.wire.rank_messages import StepLevel
 from memstore.shell.arena.replica_store import ReplicaStore
-from memstore.testing.simulator.planted.bug import planted, row
+from memstore.testing.simulator.planted.bug import nothing, planted, row
 from memstore.testing.simulator.run.cluster import Cluster
 from memstore.testing.simulator.world.scenario import Fault
 
@@ -26,17 +25,17 @@ LATE_HELLOS = [Fault(2.0 + 0.9 * n, "late-hello", rank=n % 3, for_s=0.3) for n i
 ZOMBIE = Fault(5.0, "leave-rank", rank=1, for_s=5.0)
 # With all ranks of an attempt again and again, about every third seed has a submission in the very moment of a fence.
 ZOMBIES = [Fault(at_s, "leave-rank", rank=n, for_s=2.0) for at_s in (2.0, 5.0, 8.0, 11.0, 14.0) for n in (0, 1, 2)]
-UNNOTIFIED = patch.object(ranks, "send_fenced", lambda *_: iter(()))  # no process learns that it is fenced
+UNNOTIFIED = patch.object(ranks, "send_fenced", nothing)  # no process learns that it is fenced
 
 
 @planted("lease-freed-by-timeout", "R8", "R8", Fault(3.0, "freeze-rank", rank=1, for_s=4.0), at=(ranks, "reap"))
-def lease_freed_by_timeout(real: Any, state: HolderState) -> Procedure[None]:
+async def lease_freed_by_timeout(real: Any, io: Any, state: HolderState) -> None:
     """Leases of a rank that has been silent for a while are given to others."""
     for link in list(state.ranks.links.values()):
         process: Any = link
         if process.process.is_frozen:
             state.store.reclaim(link.owner)
-    yield from real(state)
+    await real(io, state)
 
 
 @planted("lease-freed-by-a-broken-link", "R8", "R8", Fault(3.0, "kill-holder", (0,)), at=(ReplicaStore, "confirm"))
@@ -47,9 +46,9 @@ def lease_freed_by_a_broken_link(real: Any, self: ReplicaStore, owner: Any, held
 
 
 @planted("older-link-taken", "R8", "R8 I16", *LINKS_AT_ONCE, step_s=0.1, at=(ranks, "_greet"))
-def older_link_taken(real: Any, *arrival: Any) -> Procedure[bool]:
+async def older_link_taken(real: Any, *arrival: Any) -> bool:
     """Of two links of a process that come at once the one whose welcome is late is taken, although it has ended."""
-    yield from real(*arrival)
+    await real(*arrival)
     return True
 
 
@@ -57,9 +56,9 @@ def older_link_taken(real: Any, *arrival: Any) -> Procedure[bool]:
 def late_hello_taken() -> Any:
     """A link that its process gave up before it was served is taken, and frees the slots that the newer one got."""
 
-    def taken(state: HolderState, link: Any, hello: Any, ended: Any = ()) -> Procedure[None]:
+    async def taken(io: Any, state: HolderState, link: Any, hello: Any, ended: Any = ()) -> None:
         state.ranks.newest.pop((*state.ranks.process_of(link), hello.life), None)
-        yield from join(state, link, hello, ended)
+        await join(io, state, link, hello, ended)
 
     join = ranks.join
     return patch.object(ranks, "join", taken)

@@ -7,7 +7,6 @@ from typing import Any
 from msgspec import structs
 
 from memstore.core.holder import ranks
-from memstore.core.holder.effects import Procedure
 from memstore.core.holder.reads import reader_pins
 from memstore.core.holder.state import HolderState
 from memstore.core.restore.rounds import Rounds
@@ -15,7 +14,7 @@ from memstore.core.wire.ids import WireShard
 from memstore.core.wire.replies import ShardStaged
 from memstore.inplace.membership import Closing, Coming
 from memstore.testing.simulator.host.rank_link import RankLink
-from memstore.testing.simulator.planted.bug import planted, row
+from memstore.testing.simulator.planted.bug import nothing, planted, row
 from memstore.testing.simulator.world.scenario import Fault
 
 LOST = tuple(Fault(4.0 + 2.0 * n, "kill-rank", rank=n) for n in range(4))
@@ -50,28 +49,28 @@ def _other(state: HolderState, link: RankLink, staged: ShardStaged, *, is_newest
 
 @planted("survivor-keeps-its-own-step", "R23", "I24", *LOST, is_in_place=True, step_s=0.15,
          at=(reader_pins, "place"))  # fmt: skip
-def survivor_keeps_its_own_step(real: Any, state: HolderState, link: RankLink, staged: Any) -> Procedure[Any]:
+async def survivor_keeps_its_own_step(real: Any, io: Any, state: HolderState, link: RankLink, staged: Any) -> Any:
     """A rank that was there before a loss is given the newest step that it has put, committed or not."""
     if isinstance(staged, ShardStaged) and staged.report is not None and link.owner.link > 1:
         staged = _other(state, link, staged, is_newest=True)
-    return (yield from real(state, link, staged))
+    return await real(io, state, link, staged)
 
 
 @planted("spare-with-an-old-shard", "R23", "I24", *LOST, is_in_place=True, has_spares=True, hosts=4, keep_steps=2,
          step_s=0.4, at=(reader_pins, "place"))  # fmt: skip
-def spare_with_an_old_shard(real: Any, state: HolderState, link: RankLink, staged: Any) -> Procedure[Any]:
+async def spare_with_an_old_shard(real: Any, io: Any, state: HolderState, link: RankLink, staged: Any) -> Any:
     """A process that takes a lost rank's place is given the oldest shard of the rank that its host has."""
     if isinstance(staged, ShardStaged) and staged.report is not None and link.owner.link == 1:
         staged = _other(state, link, staged, is_newest=False)
-    return (yield from real(state, link, staged))
+    return await real(io, state, link, staged)
 
 
 @planted("former-store-taken", "R20", "R20", *LOST_WHILE_AWAY, is_in_place=True, step_s=0.15, world_size=6,
          at=(ranks, "join"))  # fmt: skip
-def former_store_taken(real: Any, state: HolderState, link: Any, hello: Any, *ended: Any) -> Procedure[None]:
+async def former_store_taken(real: Any, io: Any, state: HolderState, link: Any, hello: Any, *ended: Any) -> None:
     """A former store's link that comes back takes the place of the newest one's."""
     state.ranks.stores.clear()
-    yield from real(state, link, hello, *ended)
+    await real(io, state, link, hello, *ended)
 
 
 ROWS = (
@@ -85,7 +84,7 @@ ROWS = (
         staticmethod(lambda attempt: attempt is not None and attempt.phase == "closed"),
         "Restores in place count for the crash loop, so losses one after another retire a good step.",
         *LOST_AGAIN, is_in_place=True, keep_steps=2, step_s=0.8, duration_s=42.0),
-    row("closed-stores-keep-leases", "R8", "I13", (ranks, "_forget_ended"), lambda state, owners: iter(()),
+    row("closed-stores-keep-leases", "R8", "I13", (ranks, "_forget_ended"), nothing,
         "What a closed store was leased is not freed if its bye met no holder, for as long as its process lives.",
         *LOST_WITH_HOLDER, is_in_place=True, step_s=0.15, world_size=6, duration_s=40.0),
 )  # fmt: skip

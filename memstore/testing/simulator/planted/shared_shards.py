@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -10,15 +10,14 @@ from unittest.mock import patch
 from msgspec.structs import replace
 
 from memstore.core.attempts.join import Attempts
-from memstore.core.holder.effects import DigestAndStore, WaitFor
 from memstore.core.holder.puts import equal_ranks, seal
 from memstore.core.holder.puts.shared_shards import HolderSharedShards
-from memstore.core.holder.state import HolderState
 from memstore.core.restore.single_read import SingleReads, Wanted
 from memstore.core.restore.staging import Staging
 from memstore.core.targets import shared_shards as core_shared_shards
 from memstore.core.targets.shared_shards import SharedShards
 from memstore.core.wire.replies import SharedShardPlace
+from memstore.testing.simulator.host.virtual_io import VirtualIo
 from memstore.testing.simulator.planted.bug import planted, row
 from memstore.testing.simulator.world.scenario import Fault
 from recovery.inventory import ShardId
@@ -74,27 +73,20 @@ def another_shard_restored(real: Any, self: Staging, now: float, active: Any, re
 @contextmanager
 def writers_wait_for_one_another() -> Iterator[None]:
     """A host digests its rank's put after the other writer's copy has come, whose offer waits for that digest."""
-    fresh, row_of, rows = seal._fresh, HolderSharedShards._row, dict[ShardId, Any]()
+    digest, row_of, rows = VirtualIo.digest_and_store, HolderSharedShards._row, dict[ShardId, Any]()
 
     def noted(self: HolderSharedShards, shard: ShardId) -> Any:
         rows[shard] = row_of(self, shard)
         return rows[shard]
 
-    def late(state: HolderState, shard: ShardId, *rest: Any) -> Generator[Any, Any, Any]:
-        steps, value = fresh(state, shard, *rest), None
-        while True:
-            try:
-                effect = steps.send(value)
-            except StopIteration as end:
-                return end.value
-            if isinstance(effect, DigestAndStore):  # its own offers are made
-                store: Any = state.store
-                for other_rank in rows[shard].other_writers if rows[shard] is not None else ():
-                    theirs = ShardId(shard.job, shard.attempt, shard.step, other_rank)
-                    yield WaitFor(lambda: store.index.find(theirs) is not None, 8.0)  # noqa: B023
-            value = yield effect
+    async def late(self: VirtualIo, shard: ShardId, *rest: Any) -> Any:  # its own offers are made
+        row = rows.get(shard)
+        for other_rank in row.other_writers if row is not None else ():
+            theirs = ShardId(shard.job, shard.attempt, shard.step, other_rank)
+            await self.wait_for(lambda: self.replicas.index.find(theirs) is not None, 8.0)  # noqa: B023
+        return await digest(self, shard, *rest)
 
-    with patch.object(seal, "_fresh", late), patch.object(HolderSharedShards, "_row", noted):
+    with patch.object(VirtualIo, "digest_and_store", late), patch.object(HolderSharedShards, "_row", noted):
         yield
 
 

@@ -8,7 +8,6 @@ from typing import Any
 from unittest.mock import patch
 
 from memstore.core.holder import lost_files
-from memstore.core.holder.effects import Procedure
 from memstore.core.holder.puts import seal
 from memstore.testing.simulator.planted.bug import planted, row
 from memstore.testing.simulator.rank.rank import SimRank
@@ -30,8 +29,7 @@ def old_arena_written() -> Iterator[None]:
         yield
 
 
-def _seen(*_: Any) -> Procedure[str]:
-    yield from ()
+async def _seen(*_: Any) -> str:
     return ""
 
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from holder_io import ScriptedIo, halt
 
 from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.holder.effects import SendToRank, WaitFor
 from memstore.core.holder.puts import equal_ranks
 from memstore.core.holder.puts.shared_shards import HolderSharedShards
-from memstore.core.holder.state import HolderState, Limits
-from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.orders import PushTargets, RankTargets
-from memstore.core.wire.rank_messages import ReplicasDiffer
 from recovery.inventory import ShardId, ShardSpec
 
 CHUNK_BYTES = 64 << 10
@@ -34,18 +30,16 @@ class Link:
     job: str = "job"
 
 
-class Host:
+@dataclass(eq=False)
+class Host(ScriptedIo):
     """A holder with what its store has, on which offers wait."""
 
-    def __init__(self) -> None:
-        self.is_stopping = False
-        self.index = SimpleNamespace(shards={})
-        store: Any = SimpleNamespace(lock=contextlib.nullcontext(), index=self.index)
-        self.state = HolderState(
-            HostInfo("me", 1, ()), store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: 0.0,
-            report=lambda report: None, ask=lambda request: None, is_stopping=lambda: self.is_stopping,
-            is_alive=lambda owner: True, pin_numbers=itertools.count(),
-        )  # fmt: skip
+    lock = contextlib.nullcontext()
+    index: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(shards={}))
+
+    async def wait_for(self, is_there: Callable[[], bool], limit_s: float | None = None) -> bool:
+        assert limit_s == equal_ranks.WRITER_WAIT_S
+        return bool(await halt(is_there))
 
     @property
     def known(self) -> HolderSharedShards:
@@ -62,32 +56,33 @@ class Host:
         offer.time_is_over()
         return waited
 
-    def compare(self, copy: StoredReplica) -> list[tuple[Link, ReplicasDiffer]]:
-        """Store a copy and compare it; return what is sent to whom."""
+    def compare(self, copy: StoredReplica) -> None:
+        """Store a copy and compare it."""
         self.index.shards[copy.shard, ""] = copy
-        sent = list(equal_ranks.compare(self.state, copy.shard))
-        return [(e.link, e.message) for e in sent if isinstance(e, SendToRank)]  # type: ignore[misc]
+        self.play(equal_ranks.compare(self, self.state, copy.shard))
 
 
 class Offer:
     """An offer whose answer may wait."""
 
     def __init__(self, host: Host, shard: ShardId) -> None:
-        self.steps = equal_ranks.await_own(host.state, shard)
-        self.effect: Any = next(self.steps, None)
-        assert self.effect is None or isinstance(self.effect, WaitFor)
+        self.steps = equal_ranks.await_own(host, host.state, shard)
+        self.is_there: Callable[[], bool] | None = next(self.steps.__await__(), None)
 
     @property
     def is_waiting(self) -> bool:
         """Whether what it waits for is not there."""
-        return self.effect is not None and not self.effect.is_there()
+        return self.is_there is not None and not self.is_there()
 
     def time_is_over(self) -> None:
         """Let the wait end, with or without what it is for."""
-        if self.effect is not None:
-            assert self.effect.limit_s == equal_ranks.WRITER_WAIT_S
-            with pytest.raises(StopIteration):
-                self.steps.send(self.effect.is_there())
+        if self.is_there is not None:
+            self.go_on(self.is_there())
+
+    def go_on(self, was_there: bool) -> None:
+        """Answer the offer, whose wait has ended."""
+        with pytest.raises(StopIteration):
+            self.steps.send(was_there)
 
 
 def stored(rank: int, step: int, attempt: int = 1, digests: tuple[bytes, ...] = DIGESTS) -> StoredReplica:
@@ -158,10 +153,9 @@ def test_what_happened_after_the_wait_ended_counts(happens: Callable[[HolderShar
     host = Host()
     host.known.declare(copying(1))
     offer = host.offer(2)
-    is_there = offer.effect.is_there()
+    assert offer.is_waiting
     happens(host.known)
-    with pytest.raises(StopIteration):
-        offer.steps.send(is_there)
+    offer.go_on(was_there=False)
     assert not host.known.late
 
 
@@ -198,10 +192,10 @@ def test_the_rank_that_put_a_differing_shard_is_notified_once_and_again_when_it_
     links: list[Any] = [mine, Link(0, attempt=2), Link(1), Link(0, job="other")]
     host.state.ranks.links.update({str(number): link for number, link in enumerate(links)})
     other = (DIGESTS[0], b"c" * 16)
-    notices = []
     for step, theirs in ((1, DIGESTS), (2, other), (3, other), (4, DIGESTS)):
         host.known.put_sealed(stored(0, step), 2)
-        notices += host.compare(stored(1, step, digests=theirs))
+        host.compare(stored(1, step, digests=theirs))
+    notices = host.of("send_to_rank")
     assert [link for link, _ in notices] == [mine, mine]
     assert [(event.step, event.count, event.chunks) for _, event in notices] == [(2, 1, (1,)), (4, 0, ())]
 

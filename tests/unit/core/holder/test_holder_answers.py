@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from holder_io import ScriptedIo
 
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import answers
-from memstore.core.holder.effects import SendToRank, Unexpected
-from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire.calls import ReadStep
 from memstore.core.wire.codec import encode
-from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.rank_messages import AskAnswered, AskRefused
 from memstore.core.wire.replies import NothingStored
 from memstore.testing.requests import request_of
@@ -33,24 +30,20 @@ class Link:
     pins: dict[int, Any] = field(default_factory=dict)
 
 
-def answered(link: Link, data: bytes | None, error: tuple[str, str] | None = None) -> list[Any]:
-    """Return the effects of an answer to the process OWNER, while this link is in the table."""
-    store: Any = None
-    state = HolderState(
-        HostInfo("me", 1, ()), store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: 0.0,
-        report=lambda report: None, ask=lambda request: None, is_stopping=lambda: False,
-        is_alive=lambda owner: True, pin_numbers=itertools.count(),
-    )  # fmt: skip
-    table: dict[str, Any] = state.ranks.links
+def answered(link: Link, data: bytes | None, error: tuple[str, str] | None = None) -> list[tuple[Any, ...]]:
+    """Return the calls for an answer to the process OWNER, while this link is in the table."""
+    io = ScriptedIo()
+    table: dict[str, Any] = io.state.ranks.links
     table[link.nonce] = link
     assert isinstance(READ, ReadStep)
-    return list(answers.pass_on(state, answers.Call(OWNER, "n", 5, READ), data, error))
+    io.play(answers.pass_on(io, io.state, answers.Call(OWNER, "n", 5, READ), data, error))
+    return io.calls
 
 
 def test_an_answer_goes_to_the_link_on_which_its_process_is_connected() -> None:
     """Under the rank's own number of the call."""
     link: Any = Link()
-    assert answered(link, REPLY) == [SendToRank(link, AskAnswered(id=5, reply=REPLY))]
+    assert answered(link, REPLY) == [("send_to_rank", link, AskAnswered(id=5, reply=REPLY))]
 
 
 @pytest.mark.parametrize("link", [Link(owner=Owner(8, 1, 1)), Link(nonce="m")])
@@ -61,12 +54,12 @@ def test_no_other_process_or_store_gets_the_answer(link: Link) -> None:
 
 def test_an_error_of_the_controller_is_passed_on() -> None:
     """With its name, by which the rank raises it again."""
-    [sent] = answered(Link(), None, ("WorldSizeError", "4 ranks, not 8"))
-    assert sent.message == AskRefused(id=5, error="WorldSizeError", message="4 ranks, not 8")
+    [(_, _, message)] = answered(Link(), None, ("WorldSizeError", "4 ranks, not 8"))
+    assert message == AskRefused(id=5, error="WorldSizeError", message="4 ranks, not 8")
 
 
 def test_an_answer_that_cannot_be_read_is_answered_all_the_same() -> None:
     """The call is taken out, so the rank would wait for its whole limit."""
-    [found, sent] = answered(Link(), b"?")
-    assert isinstance(found, Unexpected)
-    assert (sent.message.id, sent.message.error) == (5, "InternalError")
+    [(noted, *_), (_, _, message)] = answered(Link(), b"?")
+    assert noted == "unexpected"
+    assert (message.id, message.error) == (5, "InternalError")

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from holder_io import ScriptedIo
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import ranks
 from memstore.core.holder.reads import reader_pins
-from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.replies import ShardStaged
 from recovery.inventory import ShardId, ShardSpec
 
@@ -34,19 +34,12 @@ class Link:
     pins: dict[int, Callable[[], None]] = field(default_factory=dict)
 
 
-class Host:
+@dataclass(eq=False)
+class Host(ScriptedIo):
     """A holder that has one replica."""
 
-    def __init__(self) -> None:
-        self.pinned: set[int] = set()
-        self.store_pins = itertools.count()
-        store: Any = self
-        self.state = HolderState(
-            HostInfo("me", 1, ()), store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: 0.0,
-            report=lambda report: None, ask=lambda request: None, is_stopping=lambda: False,
-            is_alive=lambda owner: True,
-            pin_numbers=itertools.count(),
-        )  # fmt: skip
+    pinned: set[int] = field(default_factory=set)
+    store_pins: Iterator[int] = field(default_factory=itertools.count)
 
     def pin(self, shard: ShardId, digest: str, *, is_reader: bool) -> tuple[StoredReplica, int]:
         self.pinned.add(pin := next(self.store_pins))
@@ -66,13 +59,7 @@ class Host:
 
     def offer_slots(self, link: Any) -> int:
         """Pin the replica for a reader."""
-        steps = reader_pins.place(self.state, link, STAGED)
-        read: Any = next(steps)
-        try:
-            steps.send(read.call())
-        except StopIteration as end:
-            return end.value.pin  # type: ignore[no-any-return]
-        raise AssertionError("a read that waits again")
+        return self.play(reader_pins.place(self, self.state, link, STAGED)).pin
 
 
 def test_a_late_unpin_of_an_older_link_frees_no_other_readers_pin() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import dataclass
 
 import pytest
+from holder_io import ScriptedIo
 
-from memstore.core.holder import effects, room
+from memstore.core.arena.share import PeerShare
+from memstore.core.holder import room
 from memstore.core.wire.orders import RankSlots, Reserve
 from memstore.core.wire.reports import Reserved
 from memstore.errors import ConfigError
@@ -16,33 +17,25 @@ from memstore.errors import ConfigError
 ORDER = Reserve(job="j", attempt=1, ranks=(RankSlots(0, 4),), peer_slots=4, world_size=1, versions=2)
 
 
+@dataclass(eq=False)
+class Host(ScriptedIo):
+    """A holder where claiming fails for so long."""
+
+    problem: Exception
+    lasts_s: float
+
+    async def claim_room(self, job: str, share: PeerShare) -> None:
+        if self.now < self.lasts_s:
+            raise self.problem
+
+
 def claimed(problem: Exception, lasts_s: float) -> tuple[Reserved, float, list[Exception]]:
     """Carry the order out where claiming fails for so long; return the report, when it came, and what was logged."""
-    reported, logged, clock = [], [], [0.0]
-    state: Any = SimpleNamespace(
-        now=lambda: clock[0], report=reported.append, ranks=SimpleNamespace(of_job=lambda job: [])
-    )
-    work = room.reserve(state, ORDER)
-    answer: Any = None
-    try:
-        effect = next(work)
-        while True:
-            match effect:
-                case effects.ClaimRoom() if clock[0] < lasts_s:
-                    effect = work.throw(problem)
-                    continue
-                case effects.Sleep(seconds):
-                    clock[0] += seconds
-                case effects.Unexpected(_, error):
-                    logged.append(error)
-                case effects.BeginConnect():
-                    answer = lambda: True  # noqa: E731
-            effect = work.send(answer)
-            answer = None
-    except StopIteration:
-        pass
-    [report] = reported
-    return report, clock[0], logged
+    host = Host(problem, lasts_s)
+    host.play(room.reserve(host, host.state, ORDER))
+    [report] = host.reports
+    assert isinstance(report, Reserved)
+    return report, host.now, [error for _, error in host.of("unexpected")]
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])

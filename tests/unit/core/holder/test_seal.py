@@ -1,28 +1,28 @@
-"""What becomes of a submission, and what a fence waits for, effect by effect (R7, R8, R12, R21)."""
+"""What becomes of a submission, and what a fence waits for, call by call (R7, R8, R12, R21)."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from holder_io import ScriptedIo
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.slot_table import Owner
-from memstore.core.holder import effects, ranks
-from memstore.core.holder.effects import Effect, Procedure
-from memstore.core.holder.puts import seal
-from memstore.core.holder.state import HolderState, Limits, SubmittedPut
-from memstore.core.wire.calls import RankCall, SkipStep
+from memstore.core.holder import ranks
+from memstore.core.holder.holder_io import StreamingSource
+from memstore.core.holder.puts import push, seal
+from memstore.core.holder.state import SubmittedPut
+from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.ids import WireCopy
-from memstore.core.wire.messages import HostInfo
+from memstore.core.wire.orders import PushTargets
 from memstore.core.wire.rank_messages import PutReady, SlotSample, StepLevel
-from memstore.core.wire.reports import Fenced, Report, Sealed
+from memstore.core.wire.reports import Fenced, Sealed
 from memstore.errors import CapacityError, IntegrityError, MemstoreError
 from recovery.inventory import Copy, ShardId, ShardSpec
 
@@ -49,6 +49,10 @@ class Fresh:
 
     why: str = ""
     slots: list[int] = field(default_factory=list)
+    pushes: int = 0
+
+    def begin(self) -> None:
+        self.pushes += 1
 
     def extend(self, slots: Any, digests: Any) -> None:
         self.slots += slots
@@ -57,37 +61,27 @@ class Fresh:
         self.why = why
 
 
-@dataclass
-class Host:
-    """A holder whose store has what the test puts there."""
+@dataclass(eq=False)
+class Host(ScriptedIo):
+    """A holder whose store has what the test puts there, and whose copies go to one other host."""
 
     known: StoredReplica | None = None
-    errors: dict[type[Effect], Exception] = field(default_factory=dict)
     differing: list[int] = field(default_factory=list)
-    meanwhile: Callable[[], None] = lambda: None  # happens during every wait
-    now: float = 0.0
     leased: set[int] = field(default_factory=lambda: {4, 5})
     freed: list[int] = field(default_factory=list)
     aborted: list[tuple[str, int]] = field(default_factory=list)
-    done: list[Effect] = field(default_factory=list)
-    asked: list[RankCall] = field(default_factory=list)
-    reports: list[Report] = field(default_factory=list)
+    fresh: Any = field(default_factory=Fresh)
     chunk_bytes: int = 8
     arena_identity: str = "here"
+    lock = contextlib.nullcontext()
+    index = SimpleNamespace(
+        shards={}, find=lambda shard, digest: STORED, copies=lambda host, job: [COPY],
+        end_preparation=lambda job, before: None,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        store: Any = self
-        self.lock = contextlib.nullcontext()
-        self.index = SimpleNamespace(
-            shards={}, find=lambda shard, digest: STORED, copies=lambda host, job: [COPY],
-            end_preparation=lambda job, before: None,
-        )  # fmt: skip
-        self.fresh = Fresh()
-        self.state = HolderState(
-            HostInfo("me", 1, ()), store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: self.now,
-            report=self.reports.append, ask=self.asked.append, is_stopping=lambda: False, is_alive=lambda owner: True,
-            pin_numbers=itertools.count(1),
-        )  # fmt: skip
+        super().__post_init__()
+        self.state.shared_shards.declare(PushTargets(job="job", attempt=1, targets=("b",), ranks=()))
 
     def take_over(self, shard: ShardId, owner: Owner, slots: list[int] | None) -> tuple[StoredReplica | None, bool]:
         is_mine = slots is not None and self.leased.issuperset(slots)
@@ -100,36 +94,14 @@ class Host:
     def abort_older(self, job: str, attempt: int) -> None:
         self.aborted.append((job, attempt))
 
-    def play(self, steps: Procedure[Any]) -> Any:
-        """Run a procedure, as the runner does."""
-        value: Any = None
-        error: Exception | None = None
-        while True:
-            try:
-                effect = steps.send(value) if error is None else steps.throw(error)
-            except StopIteration as end:
-                return end.value
-            value, error = None, None
-            try:
-                value = self._perform(effect)
-            except MemstoreError as exc:
-                error = exc
+    async def compare_sample(self, slots: Sequence[int], nbytes: int, seen: SlotSample) -> list[int]:
+        return self.differing
 
-    def _perform(self, effect: Effect) -> Any:
-        self.done.append(effect)
-        if type(effect) in self.errors:
-            raise self.errors[type(effect)]
-        if isinstance(effect, effects.WaitFor):
-            if not effect.is_there():
-                self.meanwhile()
-                self.now += effect.limit_s or 0.0
-            return effect.is_there()
-        if isinstance(effect, effects.OnStore):
-            return effect.call()
-        if isinstance(effect, effects.DigestAndStore):
-            return STORED
-        values = {effects.OpenFresh: self.fresh, effects.Replicate: True, effects.CompareSample: self.differing}
-        return values.get(type(effect))
+    async def open_fresh(self, *given: Any) -> StreamingSource:
+        return self.fresh  # type: ignore[no-any-return]
+
+    async def digest_and_store(self, *given: Any) -> StoredReplica:
+        return STORED
 
     def add(self, link: Link | None = None, **changes: Any) -> SubmittedPut | None:
         """Hand both slots over."""
@@ -143,18 +115,14 @@ class Host:
         """Seal a submission; nothing of it is pending afterwards."""
         put = put or self.add(**changes)
         assert put is not None
-        self.play(seal.run(self.state, put))
+        self.play(seal.run(self, self.state, put))
         assert not self.state.puts.pending
         assert not self.state.puts.sealing
-
-    def of(self, kind: type[Any]) -> list[Any]:
-        """The effects of a kind that were asked for."""
-        return [effect for effect in self.done if isinstance(effect, kind)]
 
     @property
     def levels(self) -> list[StepLevel]:
         """The levels that ranks were sent."""
-        return [effect.message for effect in self.of(effects.SendToRank) if isinstance(effect.message, StepLevel)]
+        return [message for _, message in self.of("send_to_rank") if isinstance(message, StepLevel)]
 
     @property
     def reported(self) -> list[ShardId]:
@@ -165,7 +133,7 @@ class Host:
     def why_given_up(self) -> tuple[str, bool]:
         """What is reported to the controller of the put that failed."""
         [reported] = self.levels
-        [skip] = self.asked
+        [skip] = self.asks
         assert isinstance(skip, SkipStep)
         assert (skip.job, skip.attempt, skip.rank, skip.step) == ("job", 1, 0, 2)
         assert (reported.level, reported.reason) == ("failed", skip.why)
@@ -175,11 +143,24 @@ class Host:
 def test_a_submitted_put_is_pushed_while_it_is_digested_and_said_once_it_is_stored() -> None:
     """In that order; the copies of it tell the rank when they are sealed, not this."""
     host = Host()
-    host.seal()
-    order = [effects.OpenFresh, effects.Replicate, effects.DigestAndStore, effects.SendToRank]
-    assert [type(effect) for effect in host.done if type(effect) in order] == order
+    link: Any = Link()
+    host.state.ranks.links["n"] = link
+    host.seal(host.add(link))
+    order = ["open_fresh", "start", "digest_and_store", "send_to_rank"]
+    assert [name for name in host.names if name in order] == order
+    assert [(procedure, made.target) for _, procedure, (_, made) in host.started] == [(push.run, "b")]
     assert [reported.level for reported in host.levels] == ["sealed"]
     assert (host.reported, host.freed) == ([SHARD], [])
+
+
+def test_a_submitted_put_that_has_no_targets_is_said_to_be_replicated_at_once() -> None:
+    """No copy of it is to come (R15)."""
+    host = Host()
+    link: Any = Link()
+    host.state.ranks.links["n"] = link
+    host.state.shared_shards.declare(PushTargets(job="job", attempt=1, targets=(), ranks=()))
+    host.seal(host.add(link))
+    assert [reported.level for reported in host.levels] == ["sealed", "replicated"]
 
 
 def test_a_submitted_put_that_came_before_a_fence_is_finished_under_it() -> None:
@@ -212,7 +193,8 @@ def test_what_is_stored_already_is_said_again_and_its_slots_are_free() -> None:
     """A link that came back submits again what was sealed meanwhile."""
     host = Host(known=STORED)
     host.seal()
-    assert (host.freed, host.reported, host.of(effects.DigestAndStore)) == ([4, 5], [SHARD], [])
+    assert (host.freed, host.reported, host.of("digest_and_store")) == ([4, 5], [SHARD], [])
+    assert [made.digest for _, _, (_, made) in host.started] == ["d"]
 
 
 def test_bytes_that_the_rank_did_not_see_there_are_not_kept() -> None:
@@ -226,7 +208,7 @@ def test_bytes_that_the_rank_did_not_see_there_are_not_kept() -> None:
 @pytest.mark.parametrize(("error", "is_failed"), [(CapacityError("no room"), False), (IntegrityError("odd"), True)])
 def test_a_put_that_cannot_be_stored_is_given_up_and_ends_its_pushes(error: MemstoreError, is_failed: bool) -> None:
     """Want of room is no failure: the step is skipped on all ranks alike (R12)."""
-    host = Host(errors={effects.DigestAndStore: error})
+    host = Host(errors={"digest_and_store": error})
     host.seal()
     assert host.why_given_up == (f"{type(error).__name__}: {error}", is_failed)
     assert host.fresh.why == host.why_given_up[0]
@@ -246,11 +228,12 @@ def test_digests_that_a_put_brings_are_one_for_each_chunk() -> None:
     """Their order is that of the slots; a put without any is digested by its holder (R14)."""
     host = Host()
     host.seal(digests=b"a" * 16 + b"b" * 16)
-    [effect] = host.of(effects.DigestAndStore)
-    assert seal.given_digests(effect.ready) == [b"a" * 16, b"b" * 16]
+    [(_, ready, _)] = host.of("digest_and_store")
+    assert host.fresh.slots == [4, 5]
+    assert seal.given_digests(ready) == [b"a" * 16, b"b" * 16]
     with pytest.raises(MemstoreError, match="2 chunks came with 31 bytes of digests"):
-        seal.given_digests(msgspec.structs.replace(effect.ready, digests=bytes(31)))
-    assert seal.given_digests(msgspec.structs.replace(effect.ready, digests=None)) is None
+        seal.given_digests(msgspec.structs.replace(ready, digests=bytes(31)))
+    assert seal.given_digests(msgspec.structs.replace(ready, digests=None)) is None
 
 
 def test_the_same_shard_is_sealed_once_at_a_time() -> None:
@@ -264,7 +247,7 @@ def test_the_same_shard_is_sealed_once_at_a_time() -> None:
 
     host.meanwhile = end
     host.seal()
-    assert host.of(effects.DigestAndStore) == []
+    assert host.of("digest_and_store") == []
 
 
 def test_a_retired_link_leaves_its_submit_to_the_new_one() -> None:
@@ -285,9 +268,9 @@ def test_a_fence_is_answered_once_older_attempts_have_nothing_unfinished() -> No
     assert newer is not None
     host.meanwhile = lambda: seal.done(host.state, older)
     host.state.ranks.links.update(n=Link(), old=Link(nonce="old"))  # type: ignore[arg-type]
-    host.play(seal.fence(host.state, "job", 2, ["n"]))
-    assert [reported.link.nonce for reported in host.of(effects.SendToRank)] == ["old"]
-    assert [type(effect) for effect in host.done] == [effects.WaitFor, effects.SendToRank]
+    host.play(seal.fence(host, host.state, "job", 2, ["n"]))
+    assert [link.nonce for link, _ in host.of("send_to_rank")] == ["old"]
+    assert host.names == ["wait_for", "send_to_rank"]
     assert host.reports == [Fenced(job="job", attempt=2, copies=(WireCopy.of(COPY),))]
     assert host.aborted == [("job", 2)]
 
@@ -296,9 +279,9 @@ def test_a_fence_waits_for_a_seal_that_hangs_no_longer_than_its_limit() -> None:
     """It answers all the same, and says so: a restore must not wait for ever (R21)."""
     host = Host()
     host.add()
-    host.play(seal.fence(host.state, "job", 2, []))
+    host.play(seal.fence(host, host.state, "job", 2, []))
     assert host.now == seal.FENCE_DRAIN_S
-    assert (len(host.of(effects.Warn)), [type(report) for report in host.reports]) == (1, [Fenced])
+    assert (len(host.of("warn")), [type(report) for report in host.reports]) == (1, [Fenced])
 
 
 def test_a_bye_waits_for_what_its_process_submitted() -> None:
@@ -306,8 +289,8 @@ def test_a_bye_waits_for_what_its_process_submitted() -> None:
     host = Host()
     put = host.add()
     assert put is not None
-    assert host.play(ranks.await_owner(host.state, Owner(8, 1, 1), 1.0)) is True
-    assert host.play(ranks.await_owner(host.state, put.link.owner, 1.0)) is False
+    assert host.play(ranks.await_owner(host, host.state, Owner(8, 1, 1), 1.0)) is True
+    assert host.play(ranks.await_owner(host, host.state, put.link.owner, 1.0)) is False
 
 
 def test_a_submitted_put_of_a_link_that_was_retired_is_passed_over_at_once() -> None:
@@ -317,6 +300,6 @@ def test_a_submitted_put_of_a_link_that_was_retired_is_passed_over_at_once() -> 
     assert put is not None
     host.state.puts.sealing.add(SHARD)
     link.is_retired = True
-    host.play(seal.run(host.state, put))
-    assert (host.now, host.levels, host.asked, host.freed) == (0.0, [], [], [])
+    host.play(seal.run(host, host.state, put))
+    assert (host.now, host.levels, host.asks, host.freed) == (0.0, [], [], [])
     assert host.state.puts.sealing == {SHARD}

@@ -1,23 +1,20 @@
-"""How a shard is staged, effect by effect: which hosts are asked, how often, and when it gives up (R25)."""
+"""How a shard is staged, call by call: which hosts are asked, how often, and when it gives up (R25)."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from holder_io import ScriptedIo
 from msgspec import structs
 
 from memstore.core.arena.replica_index import IncomingReplica
-from memstore.core.holder import effects
-from memstore.core.holder.effects import Effect, Procedure
 from memstore.core.holder.reads import fetch
 from memstore.core.holder.reads.stage import BESIDE_S, LOOK_S, _await_other, begin
-from memstore.core.holder.state import HolderState, Limits, Reading
+from memstore.core.holder.state import Limits, Reading
 from memstore.core.wire.ids import WireShard, WireSpec
-from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.orders import DurablePlace, Run, StageShard
 from memstore.core.wire.peer_messages import FetchManifest, Verified
 from memstore.errors import IntegrityError, MemstoreError, PeerTimeout, PeerUnreachable
@@ -33,86 +30,52 @@ ORDER = StageShard(
 Answer = Callable[[str, list[int]], list[int] | MemstoreError]
 
 
-class NoStore:
-    """These procedures ask nothing of it."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AssertionError(name)
-
-
-@dataclass
-class Host:
+@dataclass(eq=False)
+class Host(ScriptedIo):
     """A holder that fetches; `answer` says which chunks of those asked for a source does not bring."""
 
     answer: Answer = lambda host, chunks: []
-    now: float = 0.0
     asked: list[tuple[str, list[int]]] = field(default_factory=list)
     lacking: list[int] = field(default_factory=list)  # at a peer that digests its own bytes again
-    meanwhile: Callable[[], None] = lambda: None  # happens during every wait
     holders: tuple[str, ...] = ORDER.holders
     manifests: list[str] = field(default_factory=list)  # sources that were asked for it; none has it now
+    replica: IncomingReplica = field(default_factory=lambda: IncomingReplica(SHARD, [b"0", b"1"], [None, None], 1))
 
-    def __post_init__(self) -> None:
-        self.replica = IncomingReplica(SHARD, [b"0", b"1"], [None, None], 1)
-        self.state = HolderState(
-            HostInfo("me", 1, ()), NoStore(), lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: self.now,
-            report=lambda report: None, ask=lambda request: None, is_stopping=lambda: False,
-            is_alive=lambda owner: True,
-            pin_numbers=itertools.count(1),
-        )  # fmt: skip
+    async def read_durable_manifest(self, *given: Any) -> bytes:
+        self.manifests.append(fetch.DURABLE)
+        raise PeerUnreachable("reset")
 
-    def play(self, steps: Procedure[Any]) -> Any:
-        """Run a procedure, as the runner does; those side by side one after the other."""
-        value: Any = None
-        error: MemstoreError | None = None
-        while True:
-            try:
-                effect = steps.send(value) if error is None else steps.throw(error)
-            except StopIteration as end:
-                return end.value
-            value, error = None, None
-            try:
-                value = self._perform(effect)
-            except MemstoreError as exc:
-                error = exc
-
-    def _perform(self, effect: Effect) -> Any:
-        if isinstance(effect, effects.Together):
-            return [self.play(steps) for steps in effect.procedures]
-        if isinstance(effect, effects.Reach):
-            return effect.host
-        if isinstance(effect, effects.ReadDurableManifest) or isinstance(
-            getattr(effect, "request", None), FetchManifest
-        ):
-            self.manifests.append(getattr(effect, "peer", fetch.DURABLE))
-            raise PeerUnreachable("reset")
-        if isinstance(effect, effects.CallPeer):
+    async def call_peer(self, peer: Any, request: Any, **limits: Any) -> Any:
+        if not isinstance(request, FetchManifest):
             return Verified(missing=tuple(self.lacking))
-        if isinstance(effect, effects.ReceiveChunks | effects.ReceiveDurable):
-            host = getattr(effect, "peer", fetch.DURABLE)
-            self.asked.append((host, list(effect.chunks)))
-            bad = self.answer(host, list(effect.chunks))
-            if isinstance(bad, MemstoreError):
-                raise bad
-            for index in set(effect.chunks) - set(bad):
-                self.replica.slots[index] = index
-            return bad
-        if isinstance(effect, effects.WaitFor):
-            self.meanwhile()
-            if not effect.is_there():
-                self.now += effect.limit_s or 0.0
-            return effect.is_there()
-        if isinstance(effect, effects.Sleep):
-            self.now += effect.seconds
-            self.meanwhile()
-        return None
+        self.manifests.append(peer.host)
+        raise PeerUnreachable("reset")
+
+    async def receive_chunks(
+        self, peer: Any, replica: IncomingReplica, digest: str, chunks: Sequence[int]
+    ) -> list[int]:
+        return self._brought(peer.host, list(chunks))
+
+    async def receive_durable(
+        self, place: Any, replica: IncomingReplica, spec: ShardSpec, chunks: Sequence[int], sizes: Sequence[int]
+    ) -> list[int]:
+        return self._brought(fetch.DURABLE, list(chunks))
+
+    def _brought(self, host: str, chunks: list[int]) -> list[int]:
+        self.asked.append((host, chunks))
+        bad = self.answer(host, chunks)
+        if isinstance(bad, MemstoreError):
+            raise bad
+        for index in set(chunks) - set(bad):
+            self.replica.slots[index] = index
+        return bad
 
     def fetch(self, *runs: Run) -> tuple[dict[str, list[int]], list[str]]:
         """Fetch both chunks, planned from peer a; b and c have the shard as well."""
         order = structs.replace(ORDER, runs=runs or ORDER.runs, holders=self.holders)
         begin(self.state, order)
-        lost, problems = self.play(fetch.chunks(self.state, order, self.replica, [8, 8], fetch.deadline_s(self.state)))
-        return lost, problems
+        until_s = fetch.deadline_s(self.state)
+        return self.play(fetch.chunks(self, self.state, order, self.replica, [8, 8], until_s))
 
 
 def test_all_that_is_planned_is_asked_of_its_source_at_once() -> None:
@@ -158,7 +121,7 @@ def test_a_manifest_is_asked_last_of_a_source_that_was_silent() -> None:
     assert host.fetch() == ({}, [])
     begin(host.state, ORDER)
     with pytest.raises(PeerUnreachable):
-        host.play(fetch.brought_manifest(host.state, ORDER, SHARD, SPEC.digest, 0.0))
+        host.play(fetch.brought_manifest(host, host.state, ORDER, SHARD, SPEC.digest, 0.0))
     assert host.manifests == ["b", "c", fetch.DURABLE, "a"]
 
 
@@ -218,12 +181,12 @@ def test_a_read_beside_another_waits_as_long_as_chunks_come() -> None:
     other.replica = host.replica
     looks = arrivals(host.replica, 15)  # 7.5 s
     host.meanwhile = lambda: next(looks)
-    assert host.play(_await_other(host.state, other)) is False
+    assert host.play(_await_other(host, host.state, other)) is False
     assert host.now == pytest.approx(2 * 7.5 + BESIDE_S, abs=2 * LOOK_S)
 
 
 def test_a_read_beside_another_goes_on_once_that_is_over() -> None:
     """It finds here what the other has brought."""
     host, other = Host(), Reading(is_over=True)
-    assert host.play(_await_other(host.state, other)) is True
+    assert host.play(_await_other(host, host.state, other)) is True
     assert host.now == 0.0

@@ -1,19 +1,14 @@
-"""Begins what restores bring to one simulated holder (core/holder/reads/stage.py), and is its reader (R23, R25)."""
+"""Reads what was brought to a simulated holder for its ranks: copies it out, and digests it again (R23, R25)."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Generator
 from contextlib import suppress
-from typing import cast
 
 from memstore.core.arena.replica_index import StagedKey
 from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest, shard_digest
-from memstore.core.holder import answers, effects
-from memstore.core.holder.answers import Call
 from memstore.core.holder.reads import reader_pins
-from memstore.core.holder.reads import stage as procedure
-from memstore.core.holder.reads.stage import BringOrder
-from memstore.core.holder.state import HolderState
 from memstore.core.wire.calls import RankCall, ReadRanges
 from memstore.core.wire.codec import reply_decoder
 from memstore.core.wire.ids import WireShard
@@ -22,40 +17,28 @@ from memstore.core.wire.rank_messages import AskAnswered, AskRefused
 from memstore.core.wire.replies import ShardPlaced, decode_pinned
 from memstore.errors import MemstoreError, ProtocolError
 from memstore.testing.simulator.host.context import HostContext
-from memstore.testing.simulator.host.driver import Driver, Waits
 from memstore.testing.simulator.host.peer_requests import connect
 from memstore.testing.simulator.host.rank_link import RankLink
 from memstore.testing.simulator.world.processes import CallFailed, Rank, ShardRead
-from memstore.testing.simulator.world.virtual_time import Thread
+from memstore.testing.simulator.world.virtual_time import Thread, Wait
+from recovery.inventory import ShardId
 
 READ_S = (0.0, 0.05)  # until a reader has copied what was staged for it
 SLOW_SHARE, SLOW_S = 0.2, 2.0  # of readers that take longer than a broken link takes to come back
 
 
-class Stager:
-    """What is staged on one holder."""
+class Readers:
+    """The ranks of one holder, as far as they read."""
 
-    def __init__(self, holder: HostContext, state: HolderState, driver: Driver) -> None:
-        self.holder, self.state, self.driver = holder, state, driver
-        self.answer_driver = driver.extended({effects.SendToRank: self._send})
+    def __init__(self, holder: HostContext) -> None:
+        self.holder = holder
         self.slowness = random.Random(f"readers {holder.world.scenario.seed} {holder.host_id}")
+        self.verified_s: dict[StagedKey, float] = {}  # since when what was staged for a reader has been verified
+        self.opened_s: dict[tuple[str, ShardId], float] = {}  # when an incoming replica was opened, by its name
 
-    def order(self, order: BringOrder) -> None:
-        """Stage one shard; the end is reported."""
-        procedure.begin(self.state, order)
-        self.driver.start(procedure.run(self.state, order))
-
-    def pass_on(self, call: Call, data: bytes | None, error: tuple[str, str] | None) -> None:
-        """Pass on what the controller answered to a rank."""
-        self.answer_driver.start(answers.pass_on(self.state, call, data, error))
-
-    def _send(self, effect: effects.SendToRank) -> Waits[None]:
+    def answer(self, link: RankLink, answer: AskAnswered | AskRefused) -> None:
         """Let a rank take an answer; if it is a read, on a thread of its own."""
-        yield from ()
-        link, answer = cast(RankLink, effect.link), cast(AskAnswered | AskRefused, effect.message)
         request = link.process.calls.get(answer.id)
-        if not link.is_open:
-            return
         if isinstance(answer, AskRefused):
             link.process.answered(answer.id, CallFailed(f"{answer.error}: {answer.message}"))
         elif request is None:
@@ -86,7 +69,7 @@ class Stager:
         bad = [i for i in read if i not in good]
         if placed.report is not None and (bad or (is_whole and not placed.elsewhere and None in placed.slots)):
             key = StagedKey(rank.job, rank.rank, "round", placed.report.round)  # a barrier said: good (R27)
-            staged_s = self.driver.verified_s.get(key, holder.world.now)
+            staged_s = self.verified_s.get(key, holder.world.now)
             holder.checker.restores.read_damaged(rank, [n for n in placed.slots if n is not None], staged_s)
         asked = set(range(len(placed.slots))) if is_whole else {*read, *_elsewhere(placed)}
         missing = sorted(asked - good.keys())
@@ -97,7 +80,7 @@ class Stager:
             return
         rank.answered(call_id, ShardRead(placed, dict(sorted(good.items()))))
 
-    def _fetch(self, rank: Rank, placed: ShardPlaced) -> Waits[dict[int, bytes]]:
+    def _fetch(self, rank: Rank, placed: ShardPlaced) -> Generator[Wait, None, dict[int, bytes]]:
         """Fetch chunks from other holders as a rank does; those that do not come are left out."""
         found: dict[int, bytes] = {}
         manifest = decode_manifest(placed.manifest)
@@ -118,7 +101,7 @@ class Stager:
         wrong = [i for i, data in chunks.items() if data and chunk_digest(data) != manifest.chunks[i].digest]
         slots = [stored.slots[i] for i in wrong] if stored is not None else []
         name = f"direct-{rank.attempt}-{rank.rank}"
-        staged_s = self.driver.opened_s.get((name, manifest.shard), self.holder.world.now)
+        staged_s = self.opened_s.get((name, manifest.shard), self.holder.world.now)
         self.holder.checker.restores.read_damaged(rank, [n for n in slots if n is not None], staged_s, host)
 
 

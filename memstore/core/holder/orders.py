@@ -1,0 +1,92 @@
+"""Carries out the controller's orders, each once, in the order in which they came (R12, R21, R23).
+
+What a session is about (facts for the journal, the clock, answers to calls, the incarnation) is its holder's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any
+
+from memstore.core.holder import drop, persist, ranks, room
+from memstore.core.holder.holder_io import HolderIo, Lane
+from memstore.core.holder.puts import push, seal
+from memstore.core.holder.reads import stage
+from memstore.core.holder.state import HolderState
+from memstore.core.wire.orders import (
+    AbandonStep,
+    AllHosts,
+    DropJob,
+    DurableOrder,
+    Fence,
+    FreeCopies,
+    Grow,
+    HostNews,
+    Order,
+    OrderCheck,
+    PushCopy,
+    PushTargets,
+    RaiseLevel,
+    ReadChunks,
+    ReadShard,
+    Reserve,
+    StageShard,
+    VerifyCopies,
+)
+from memstore.core.wire.reports import CopiesVerified
+from memstore.errors import InternalError, MemstoreError
+
+DROP, REPAIR, ROOM, STAGE = Lane("drop"), Lane("repair"), Lane("room"), Lane("stage")
+
+
+def obey(io: HolderIo, state: HolderState, order: Order) -> Coroutine[Any, Any, None] | None:
+    """Begin what an order asks for; return what is to be run at once, before the next order is obeyed."""
+    match order:
+        case AllHosts() | HostNews():
+            io.start(ROOM, room.keep_shares, state, order.jobs)
+        case Fence():
+            seal.open_fence(state, order.job, order.attempt)
+            io.start(Lane("fence"), seal.fence, state, order.job, order.attempt, order.members)
+        case PushTargets():
+            state.shared_shards.declare(order)
+        case Reserve():
+            io.start(ROOM, room.reserve, state, order)
+        case Grow():
+            io.start(ROOM, room.grow, state, order)
+        case PushCopy():
+            copy = push.Push(order.shard.id, order.digest, order.target, is_repair=True)
+            if push.begin(state, copy):
+                io.start(REPAIR, push.run, state, copy)
+        case StageShard() | ReadShard() | ReadChunks():
+            stage.begin(state, order)
+            io.start(STAGE, stage.run, state, order)
+        case OrderCheck():
+            return stage.check(io, state, order)
+        case RaiseLevel():
+            return ranks.send_to_attempt(io, state, order.job, ranks.raised(order))
+        case AbandonStep():
+            io.start(DROP, drop.abandon, state, order)
+        case FreeCopies():
+            io.start(DROP, drop.free, state, order)
+        case DropJob():
+            io.start(DROP, drop.drop_job, state, order)
+        case VerifyCopies():
+            io.start(Lane("verify"), _verify, state, order)
+        case _ if isinstance(order, DurableOrder):
+            persist.obey(io, state, order)
+        case _:
+            raise InternalError(f"{type(order).__name__} is the session's")
+    return None
+
+
+async def _verify(io: HolderIo, state: HolderState, order: VerifyCopies) -> None:
+    """Digest what is here again, and report what was found (R30)."""
+    found, problem = None, ""
+    try:
+        found = await io.verify_copies(order.job)
+    except MemstoreError as exc:
+        problem = str(exc)
+    except Exception as exc:
+        await io.unexpected("verify", exc)
+        problem = repr(exc)
+    state.report(CopiesVerified(call=order.call, found=found, problem=problem))

@@ -1,0 +1,473 @@
+"""Keeps what procedures of core/holder ask for by calls that block, and runs procedures on threads.
+
+A procedure never suspends: the thread that runs it holds the lock of the state, gives it up while a call of this port
+blocks, and wakes the procedures that wait for a change of the state. So one at a time touches the state, while calls of
+several run side by side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import os
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+import msgspec
+
+from memstore.core.arena.replica_index import IncomingReplica, StagedKey, StoredReplica
+from memstore.core.arena.share import PeerShare
+from memstore.core.arena.slot_table import Owner
+from memstore.core.durable.marker_format import row_of
+from memstore.core.durable.slice_format import slice_nbytes, slice_range
+from memstore.core.durable.storage_ports import DurableTier
+from memstore.core.format.manifest import chunk_digest
+from memstore.core.holder import holder_io, room
+from memstore.core.holder.holder_io import (
+    CALL_TIMEOUT_S,
+    HolderIo,
+    Lane,
+    MarkersFound,
+    PushSource,
+    Stop,
+    Storage,
+    StreamingSource,
+    WholeReply,
+)
+from memstore.core.holder.link import Link
+from memstore.core.holder.puts import seal
+from memstore.core.schedule.durable_interval import take_turn
+from memstore.core.wire.codec import Request
+from memstore.core.wire.orders import DurablePlace, Lineage
+from memstore.core.wire.peer_messages import WholeShard
+from memstore.core.wire.rank_messages import HolderEvent, PutReady, SlotSample, Welcome
+from memstore.core.wire.replies import HostVerified
+from memstore.errors import IntegrityError, TransportError
+from memstore.shell.arena.slot_sample import differing
+from memstore.shell.durable.tier import open_tier
+from memstore.shell.holder.context import HolderContext
+from memstore.shell.holder.pending_calls import Calls
+from memstore.shell.holder.put_timings import PutMeter
+from memstore.shell.holder.rank_connections import RankConnection, RankConnections
+from memstore.shell.holder.scrub import Scrubber
+from memstore.shell.holder.send_gate import SendGate
+from memstore.shell.holder.trained_steps import TrainedSteps
+from memstore.shell.peer.client import Peer, RateLimit
+from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
+from memstore.shell.threads.own_threads import OwnThreads
+from memstore.shell.threads.pool_work import await_ended
+from memstore.shell.threads.priority import lower_thread_priority
+from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Procedure = Callable[Concatenate[HolderIo, P], Coroutine[Any, Any, T]]
+log = logging.getLogger("memstore")
+RANGE_THREADS = 16  # of durable storage, over all shards: an object store is fast only by many requests at once
+DIGEST_THREADS = min(4, os.cpu_count() or 1)  # two fill a small machine's memory bus
+SIDE_THREADS, ORDER_THREADS, PUSH_THREADS, STAGE_THREADS = 8, 4, 8, 8
+WRITE_THREADS = 4  # slices at once of one storage: each may be in memory once more (slice_format.SLICE_LIMIT_BYTES)
+LIST_THREADS = 2  # apart from the writers: a stuck write must not keep a restore from listing markers
+
+
+class BlockingIo:
+    """The port of one holder's procedures, and the lock of its state."""
+
+    def __init__(
+        self, context: HolderContext, connections: RankConnections, send_gate: SendGate, calls: Calls,
+        trained: TrainedSteps, scrubber: Scrubber,
+    ) -> None:  # fmt: skip
+        self.context, self.replicas, self._changed = context, context.replicas, context.changed
+        self.connections, self.send_gate, self.calls = connections, send_gate, calls
+        self.trained, self.scrubber, self.meter = trained, scrubber, PutMeter()
+        self._beside = ThreadPoolExecutor(SIDE_THREADS, "memstore-source")
+        self._connectors = ThreadPoolExecutor(ORDER_THREADS, "memstore-connect")
+        self._ranges = ThreadPoolExecutor(RANGE_THREADS, "memstore-range")
+        self._digesters = ThreadPoolExecutor(DIGEST_THREADS, "memstore-digest")
+        self._lanes: dict[str, ThreadPoolExecutor | OwnThreads] = {
+            "fence": ThreadPoolExecutor(ORDER_THREADS, "memstore-fence"),
+            "room": ThreadPoolExecutor(1, "memstore-reserve"),
+            "drop": ThreadPoolExecutor(ORDER_THREADS, "memstore-drop"),
+            "verify": ThreadPoolExecutor(1, "memstore-verify"),
+            "push": ThreadPoolExecutor(PUSH_THREADS, "memstore-push", lower_thread_priority),
+            "repair": ThreadPoolExecutor(PUSH_THREADS, "memstore-repair", lower_thread_priority),
+            "stage": ThreadPoolExecutor(STAGE_THREADS, "memstore-stage"),
+            "write": OwnThreads(WRITE_THREADS, "memstore-persist", lower_thread_priority),
+            "list": OwnThreads(LIST_THREADS, "memstore-markers"),
+        }
+        self._repair_limit = RateLimit(context.config.repair_bytes_per_s, context.stopping)
+        self._free_s: dict[str, float] = {}  # job -> when its next slice may begin
+
+    def close(self) -> None:
+        """Begin nothing more, and abandon the durable writes under way."""
+        with self.state():
+            for stop in self.context.state.stops.values():
+                stop.is_set = True
+        for pool in (self._beside, self._connectors, self._ranges, self._digesters):
+            pool.shutdown(wait=False, cancel_futures=True)
+        for lane in self._lanes.values():
+            if isinstance(lane, OwnThreads):
+                lane.close()
+            else:
+                lane.shutdown(wait=False, cancel_futures=True)
+
+    # -- procedures -----------------------------------------------------------------------------
+
+    @contextmanager
+    def state(self) -> Iterator[None]:
+        """Hold the lock for a moment, to read or change the state between the steps of procedures."""
+        with self._changed:
+            try:
+                yield
+            finally:
+                self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Let procedures look again at what they wait for: something other than the state has changed."""
+        with self.state():
+            pass
+
+    def run(self, procedure: Procedure[P, T], *args: P.args, **named: P.kwargs) -> T:
+        """Run a procedure to its end on this thread and return its result; raise its errors here."""
+        return self.finish(procedure(self, *args, **named))
+
+    def finish(self, steps: Coroutine[Any, Any, T]) -> T:
+        """Run a procedure that was made already."""
+        with self.state():
+            try:
+                steps.send(None)
+            except StopIteration as end:
+                return cast(T, end.value)
+        raise RuntimeError("a procedure awaited something that is not of its port")
+
+    def start(self, lane: Lane, procedure: Procedure[P, None], *args: P.args, **named: P.kwargs) -> None:
+        """Run a procedure on a thread of a lane; a failure is logged. After `close` nothing begins."""
+
+        def work() -> None:
+            try:
+                self.run(procedure, *args, **named)
+            except Exception:
+                log.exception("host %s: %s failed", self.context.host_id, procedure.__qualname__)
+
+        pool = self._lanes[lane.kind]
+        if isinstance(pool, OwnThreads):
+            pool.submit(lane.key, work)
+        else:
+            with contextlib.suppress(RuntimeError):  # the holder ends
+                pool.submit(work)
+
+    @contextmanager
+    def _released(self) -> Iterator[None]:
+        """Give the lock up for a call that may block."""
+        self._changed.notify_all()
+        self._changed.release()
+        try:
+            yield
+        finally:
+            self._changed.acquire()
+
+    @contextmanager
+    def _at_storage(self) -> Iterator[None]:
+        """As `_released`; a panic in obstore's native code, which is no Exception, is raised as a RuntimeError."""
+        with self._released():
+            try:
+                yield
+            except Exception:
+                raise
+            except BaseException as exc:
+                raise RuntimeError(repr(exc)) from exc
+
+    # -- time -----------------------------------------------------------------------------------
+
+    async def sleep(self, seconds: float) -> None:
+        """As in HolderIo."""
+        with self._released():
+            self.context.stopping.wait(seconds)
+
+    async def wait_for(self, is_there: Callable[[], bool], limit_s: float | None = None) -> bool:
+        """As in HolderIo."""
+        self._changed.notify_all()
+        return self._changed.wait_for(is_there, limit_s)
+
+    async def together(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        """As in HolderIo: on other threads.
+
+        Returning before all have ended would let one still write into an incoming replica that was given up.
+        """
+        with self._released():
+            try:
+                futures = [self._beside.submit(self.finish, steps) for steps in work]
+                await_ended(futures)
+            finally:
+                for steps in work:
+                    if inspect.getcoroutinestate(steps) == inspect.CORO_CREATED:  # the holder ended before it began
+                        steps.close()
+            return [future.result() for future in futures]
+
+    # -- other holders --------------------------------------------------------------------------
+
+    async def reach(self, host: str) -> Peer:
+        """As in HolderIo."""
+        with self._released():
+            return self.context.peers.peer(host)
+
+    async def begin_connect(self, job: str) -> Callable[[], bool]:
+        """As in HolderIo."""
+        targets = self.context.state.shared_shards.all_targets(job)
+        connecting = self._connectors.submit(self.context.logged, self._connect, job, targets)
+        connecting.add_done_callback(lambda _: self.wake())
+        return connecting.done
+
+    def _connect(self, job: str, targets: Sequence[str]) -> None:
+        for target in targets:
+            try:
+                self.context.peers.peer(target).connect()
+            except TransportError as exc:
+                log.info("job %s: host %s cannot be reached yet: %s", job, target, exc)
+
+    async def call_peer(self, peer: holder_io.Peer, request: Request[T], *, limit_s: float = CALL_TIMEOUT_S) -> T:
+        """As in HolderIo."""
+        with self._released():
+            return cast(Peer, peer).call(request, timeout_s=limit_s)
+
+    async def send_chunks(
+        self, peer: holder_io.Peer, source: PushSource, chunks: Sequence[int], *, is_repair: bool
+    ) -> None:
+        """As in HolderIo."""
+        shipment = cast(OutgoingReplica, source)
+        with self._released():
+            gate = None if is_repair else self.send_gate.sending(shipment)
+            throttle = self._repair_limit if is_repair else None
+            sender = self.context.host_id
+            cast(Peer, peer).send_chunks(shipment, chunks, sender=sender, throttle=throttle, gate=gate)
+
+    async def send_whole(
+        self, peer: holder_io.Peer, source: PushSource, request: WholeShard, *, is_repair: bool
+    ) -> WholeReply:
+        """As in HolderIo."""
+        shipment = cast(OutgoingReplica, source)
+        with self._released():
+            gate = None if is_repair else self.send_gate.sending(shipment)
+            throttle = self._repair_limit if is_repair else None
+            return cast(Peer, peer).send_whole(shipment, request, throttle=throttle, gate=gate)
+
+    async def receive_chunks(
+        self, peer: holder_io.Peer, replica: IncomingReplica, digest: str, chunks: Sequence[int]
+    ) -> list[int]:
+        """As in HolderIo."""
+        with self._released():
+            return cast(Peer, peer).fetch_into(self.replicas, replica, digest, chunks)
+
+    # -- durable storage ------------------------------------------------------------------------
+
+    async def read_durable_manifest(self, place: DurablePlace, shard: ShardId, spec: ShardSpec) -> bytes:
+        """As in HolderIo."""
+        with self._released():
+            return open_tier(place).read_manifest(shard, spec)
+
+    async def receive_durable(
+        self, place: DurablePlace, replica: IncomingReplica, spec: ShardSpec, chunks: Sequence[int],
+        sizes: Sequence[int],
+    ) -> list[int]:  # fmt: skip
+        """As in HolderIo."""
+        with self._released():
+            read = functools.partial(self._read_durable, open_tier(place), replica, spec)
+            futures = [self._ranges.submit(read, index, sizes[index]) for index in chunks]
+            await_ended(futures)  # none may still write to the incoming replica when it is given up
+            return [index for future in futures for index in future.result()]
+
+    def _read_durable(
+        self, tier: DurableTier, replica: IncomingReplica, spec: ShardSpec, index: int, nbytes: int
+    ) -> list[int]:
+        """Read one chunk; return [index] if it is not there as it was put, else []."""
+        number = self.replicas.take_slots_growing(1)[0]
+        view = self.replicas.arena.view(number, nbytes)
+        try:
+            tier.read_chunk_into(replica.shard, spec, index, view)
+        except IntegrityError:
+            self.replicas.give_back([number])
+            return [index]
+        except BaseException:
+            self.replicas.give_back([number])
+            raise
+        return self.replicas.keep_chunks(replica, [(index, number, nbytes, chunk_digest(view))])
+
+    async def open_durable(self, place: DurablePlace) -> Storage:
+        """As in HolderIo."""
+        with self._released():
+            return open_tier(place)
+
+    async def slice_turn(self, job: str, stored: StoredReplica, number: int, bytes_per_s: int | None) -> float:
+        """As in HolderIo."""
+        return take_turn(self._free_s, job, time.monotonic(), slice_nbytes(stored.spec, number), bytes_per_s)
+
+    async def copy_slice(self, stored: StoredReplica, number: int) -> tuple[list[bytes], int | None]:
+        """As in HolderIo."""
+        chunks: list[bytes] = []
+        with self._released():
+            for index in slice_range(stored.spec, number):
+                view = self.replicas.chunk_view(stored, index)
+                chunk = bytes(view) if view is not None else None  # digested after it left the slot (R7)
+                if chunk is None or chunk_digest(chunk) != stored.digests[index]:
+                    return [], index
+                chunks.append(chunk)
+        return chunks, None
+
+    async def write_slice(
+        self, storage: Storage, shard: ShardId, spec: ShardSpec, number: int, manifest: bytes, chunks: Sequence[bytes],
+        stop: Stop,
+    ) -> bool:  # fmt: skip
+        """As in HolderIo."""
+        with self._at_storage():
+            nbytes = cast(DurableTier, storage).write_slice(
+                shard, spec, number, manifest, chunks, should_stop=lambda: stop.is_set
+            )
+        return nbytes is not None
+
+    async def store_marker(self, place: DurablePlace, job: str, marker: DurableMarker, lineage: Lineage) -> None:
+        """As in HolderIo."""
+        with self._at_storage():
+            open_tier(place).write_marker(job, marker, msgspec.to_builtins(lineage))
+
+    async def remove_durable(self, place: DurablePlace, job: str, step: StepId, *, only_unmarked: bool) -> None:
+        """As in HolderIo."""
+        with self._at_storage():
+            open_tier(place).remove_step(job, step, only_unmarked=only_unmarked)
+
+    async def sweep_durable(self, place: DurablePlace, job: str, step: StepId) -> None:
+        """As in HolderIo."""
+        with self._at_storage():
+            open_tier(place).sweep(job, {step})
+
+    async def read_markers(self, place: DurablePlace, job: str, check: StepId | None) -> MarkersFound:
+        """As in HolderIo."""
+        with self._at_storage():
+            tier = open_tier(place)
+            records, problems = tier.marker_records(job)
+            lacks = "" if check is None else tier.lacks(job, check)
+            return MarkersFound(tier.key, tuple(map(row_of, records)), "; ".join(problems), lacks)
+
+    # -- this host's memory ---------------------------------------------------------------------
+
+    async def on_store(self, call: Callable[[], T]) -> T:
+        """As in HolderIo."""
+        with self._released():
+            return call()
+
+    async def claim_room(self, job: str, share: PeerShare) -> None:
+        """As in HolderIo."""
+        with self._released():
+            self.replicas.claim(job, share, functools.partial(self.connections.room, job))
+
+    async def verify(self, stored: StoredReplica, chunks: frozenset[int] | None = None) -> list[int]:
+        """As in HolderIo."""
+        with self._released():
+            return self.replicas.verify(stored, self._digesters.map, chunks)
+
+    async def verify_copies(self, job: str | None) -> HostVerified:
+        """As in HolderIo."""
+        with self._released():
+            return self.scrubber.verify_all(job)
+
+    async def open_incoming(
+        self, name: str, shard: ShardId, digests: Sequence[bytes], sizes: Sequence[int], attempt: int,
+        chunks: tuple[int, ...] | None = None,
+    ) -> IncomingReplica:  # fmt: skip
+        """As in HolderIo."""
+        with self._released():
+            return self.replicas.open_incoming(name, shard, digests, sizes, attempt, chunks)
+
+    async def keep_staged(self, key: StagedKey, stored: StoredReplica, pin: int) -> None:
+        """As in HolderIo."""
+        with self._released():
+            self.replicas.keep_staged(key, stored, pin)
+
+    # -- what is sent ---------------------------------------------------------------------------
+
+    async def read_manifest(self, source: PushSource) -> bytes:
+        """As in HolderIo."""
+        with self._released():
+            return cast(OutgoingReplica, source).manifest()
+
+    async def await_digest(self, source: StreamingSource) -> str:
+        """As in HolderIo."""
+        with self._released():
+            return cast(StreamingReplica, source).sealed().spec.digest
+
+    # -- puts -----------------------------------------------------------------------------------
+
+    async def compare_sample(self, slots: Sequence[int], nbytes: int, seen: SlotSample) -> list[int]:
+        """As in HolderIo."""
+        with self._released():
+            return differing(self.replicas.arena.mapping, slots, nbytes, seen)
+
+    async def open_fresh(self, shard: ShardId, slots: Sequence[int], sizes: Sequence[int]) -> StreamingSource:
+        """As in HolderIo."""
+        return StreamingReplica(self.replicas, shard, slots, sizes)
+
+    async def release_sends(self, shard: ShardId) -> None:
+        """As in HolderIo."""
+        self.send_gate.release(shard.job, shard.rank, (shard.attempt, shard.step))
+
+    async def digest_and_store(self, shard: ShardId, ready: PutReady, fresh: StreamingSource) -> StoredReplica:
+        """As in HolderIo."""
+        with self._released():
+            stored = self.replicas.seal_local(
+                shard, world_size=ready.world_size, layout=ready.layout, nbytes=ready.nbytes, slots=ready.slots,
+                attempt=shard.attempt, given=seal.given_digests(ready),
+                follower=fresh if isinstance(fresh, StreamingReplica) else None,
+            )  # fmt: skip
+        self.meter.count(shard.job, ready.stall_s, ready.nbytes)
+        return stored
+
+    # -- ranks, and people ----------------------------------------------------------------------
+
+    async def send_welcome(self, link: Link, stale: Sequence[int]) -> None:
+        """As in HolderIo."""
+        config = self.context.config
+        welcome = Welcome(
+            stale=tuple(stale), arena=self.replicas.arena.identity, chunk_bytes=self.replicas.chunk_bytes,
+            store=config.store_fields(), job_defaults=config.job_defaults(),
+        )  # fmt: skip
+        with self._released():
+            cast(RankConnection, link).send(welcome)
+
+    async def send_to_rank(self, link: Link, message: HolderEvent) -> None:
+        """As in HolderIo."""
+        with self._released():
+            cast(RankConnection, link).send(message)
+
+    async def grant(self, link: Link) -> None:
+        """As in HolderIo."""
+        with self._released():
+            self.connections.grant(cast(RankConnection, link))
+
+    async def close_link(self, link: Link) -> None:
+        """As in HolderIo."""
+        with self._released():
+            cast(RankConnection, link).channel.abort()
+
+    async def forget_process(self, owner: Owner) -> None:
+        """As in HolderIo."""
+        self.calls.forget(owner)
+        self.start(Lane("room"), room.release, self.context.state)
+
+    async def forget_job(self, job: str) -> None:
+        """As in HolderIo."""
+        self.trained.forget(job)
+
+    async def warn(self, text: str) -> None:
+        """As in HolderIo."""
+        log.warning("%s", text)
+
+    async def unexpected(self, what: str, error: Exception) -> None:
+        """As in HolderIo."""
+        if isinstance(error, OSError):  # the machine's, such as a full table of descriptors: no bug of ours
+            log.error("%s: %s", what, error)
+        else:
+            log.error("%s", what, exc_info=error)

@@ -1,0 +1,458 @@
+"""Keeps what procedures of core/holder ask for in virtual time: where the shell blocks, it waits.
+
+A procedure is a thread of its holder: it ends with it, and anything may happen between two of its steps.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import random
+import types
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+import msgspec
+
+from memstore.core.arena.replica_index import IncomingReplica, StagedKey, StoredReplica
+from memstore.core.arena.share import PeerShare
+from memstore.core.arena.slot_table import Owner
+from memstore.core.durable.marker_format import MarkerRecord, row_of
+from memstore.core.durable.slice_format import slice_nbytes, slice_range, slices_count
+from memstore.core.format.manifest import chunk_digest, decode_manifest
+from memstore.core.holder import holder_io, ranks
+from memstore.core.holder.holder_io import (
+    CALL_TIMEOUT_S,
+    HolderIo,
+    Lane,
+    MarkersFound,
+    PushSource,
+    Stop,
+    Storage,
+    StreamingSource,
+    WholeReply,
+)
+from memstore.core.holder.link import Link
+from memstore.core.holder.puts import seal
+from memstore.core.schedule.durable_interval import take_turn
+from memstore.core.wire.codec import Request
+from memstore.core.wire.ids import WireShard
+from memstore.core.wire.orders import DurablePlace, Lineage
+from memstore.core.wire.peer_messages import ChunkBatch, FetchChunks, NoIncoming, OfferedChunk, WholeShard
+from memstore.core.wire.rank_messages import (
+    AskAnswered,
+    AskRefused,
+    CheckInto,
+    HolderEvent,
+    PutReady,
+    SlotSample,
+    SlotsLeased,
+    StepLevel,
+)
+from memstore.core.wire.replies import HostVerified
+from memstore.core.wire.reports import IntoChecked, IntoError
+from memstore.errors import IntegrityError, MemstoreError, PeerRefused, PeerUnreachable, TransportError
+from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
+from memstore.testing.simulator.host.context import HostContext
+from memstore.testing.simulator.host.peer_requests import PeerLink, connect
+from memstore.testing.simulator.host.rank_link import RankLink
+from memstore.testing.simulator.host.readers import Readers
+from memstore.testing.simulator.world.durable_storage import DurableStorage
+from memstore.testing.simulator.world.processes import Rank
+from memstore.testing.simulator.world.violation import Violation
+from memstore.testing.simulator.world.virtual_time import Wait
+from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Waits = Generator[Wait, None, T]
+BATCH_CHUNKS = 2
+VERIFY_S = (0.005, 0.05)  # to digest a replica again
+DIGEST_S = 0.004  # a chunk
+LATE_WELCOME_SHARE, LATE_WELCOME_MAX_S = 0.3, 1.0  # of welcomes: longer than a broken link takes to come back
+LATE_DROP_SHARE, LATE_DROP_MAX_S = 0.05, 5.0  # of drops, which wait for a thread: a session may end meanwhile
+FILE_S = 0.001  # to read a small file, or to look at a few slots
+
+
+@types.coroutine
+def _wait(wait: Wait) -> Generator[Wait, None, None]:
+    yield wait
+
+
+@types.coroutine
+def _through(steps: Waits[T]) -> Waits[T]:
+    return (yield from steps)
+
+
+def finish(steps: Coroutine[Any, Any, T]) -> Waits[T]:
+    """Run a procedure to its end as a part of a thread, and return its result."""
+    return (yield from steps.__await__())
+
+
+@dataclass(frozen=True)
+class OpenStorage:
+    """The storage under the key that the host had when it was opened."""
+
+    storage: DurableStorage
+    key: str
+
+
+class Digested:
+    """A fresh shard whose digests are known: the replica store digests it once more when it stores it."""
+
+    def __init__(self, fresh: StreamingReplica) -> None:
+        self.seal = fresh.seal
+
+    def add(self, digest: bytes) -> None:
+        """Pass over what is known."""
+
+
+class VirtualIo:
+    """The port of one simulated holder's procedures."""
+
+    def __init__(self, holder: HostContext) -> None:
+        self.holder, self.replicas, self.storage = holder, holder.replicas, holder.world.durable
+        self.has_late_welcomes = any(fault.kind == "break-link" for fault in holder.world.scenario.faults)
+        self.lateness = random.Random(f"welcomes {holder.world.scenario.seed} {holder.host_id}")
+        self.readers = Readers(holder)
+        self._opened_s: dict[ShardId, float] = {}  # when the incoming replica of what is brought was opened
+        self.free_s: dict[str, float] = {}  # job -> when its next slice may begin
+
+    # -- procedures -----------------------------------------------------------------------------
+
+    def start(
+        self, lane: Lane, procedure: Callable[Concatenate[HolderIo, P], Coroutine[Any, Any, None]],
+        *args: P.args, **named: P.kwargs,
+    ) -> None:  # fmt: skip
+        """As in HolderIo: a thread of the holder."""
+
+        def thread() -> Waits[None]:
+            if lane.kind == "drop" and self.holder.world.rng.random() < LATE_DROP_SHARE:
+                yield self.holder.world.rng.uniform(0.0, LATE_DROP_MAX_S)
+            yield from finish(procedure(self, *args, **named))
+
+        self.holder.spawn(thread())
+
+    # -- time -----------------------------------------------------------------------------------
+
+    async def sleep(self, seconds: float) -> None:
+        """As in HolderIo."""
+        await _wait(seconds)
+
+    async def wait_for(self, is_there: Callable[[], bool], limit_s: float | None = None) -> bool:
+        """As in HolderIo."""
+        until_s = math.inf if limit_s is None else self.holder.world.now + limit_s
+        await _wait(lambda: is_there() or self.holder.world.now >= until_s)
+        return is_there()
+
+    async def together(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        """As in HolderIo: each as a thread."""
+        ends: dict[int, tuple[T | None, MemstoreError | None]] = {}
+
+        def child(number: int, steps: Coroutine[Any, Any, T]) -> Waits[None]:
+            try:
+                ends[number] = (yield from finish(steps)), None
+            except MemstoreError as exc:
+                ends[number] = None, exc
+
+        for number, steps in enumerate(work):
+            self.holder.spawn(child(number, steps))
+        try:
+            await _wait(lambda: len(ends) == len(work))
+        finally:
+            for steps in work:
+                if inspect.getcoroutinestate(steps) == inspect.CORO_CREATED:  # the holder died before it began
+                    steps.close()
+        for _, error in (ends[number] for number in sorted(ends)):
+            if error is not None:
+                raise error
+        return [cast(T, ends[number][0]) for number in sorted(ends)]
+
+    # -- other holders --------------------------------------------------------------------------
+
+    async def reach(self, host: str) -> PeerLink:
+        """As in HolderIo."""
+        return connect(self.holder, host)
+
+    async def begin_connect(self, job: str) -> Callable[[], bool]:
+        """As in HolderIo: time is all that it saves."""
+        return lambda: True
+
+    async def call_peer(self, peer: holder_io.Peer, request: Request[T], *, limit_s: float = CALL_TIMEOUT_S) -> T:
+        """As in HolderIo."""
+        return await _through(cast(PeerLink, peer).ask(request, limit_s=limit_s))
+
+    async def send_chunks(
+        self, peer: holder_io.Peer, source: PushSource, chunks: Sequence[int], *, is_repair: bool
+    ) -> None:
+        """As in HolderIo."""
+        shipment = cast(OutgoingReplica, source)
+        for batch in [list(chunks[i : i + BATCH_CHUNKS]) for i in range(0, len(chunks), BATCH_CHUNKS)]:
+            await _wait(lambda: shipment.has_digests(batch))  # noqa: B023
+            offered = zip(batch, shipment.digests(batch), (shipment.sizes[i] for i in batch), strict=True)
+            request = ChunkBatch(
+                shard=WireShard.of(shipment.shard), sender=self.holder.host_id,
+                chunks=tuple(OfferedChunk(*chunk) for chunk in offered),
+            )  # fmt: skip
+            reply = await _through(cast(PeerLink, peer).ask(request, shipment))
+            if isinstance(reply, NoIncoming):
+                raise PeerRefused("no such incoming replica", is_final=False)
+
+    async def send_whole(
+        self, peer: holder_io.Peer, source: PushSource, request: WholeShard, *, is_repair: bool
+    ) -> WholeReply:
+        """As in HolderIo."""
+        return await _through(cast(PeerLink, peer).ask(request, cast(OutgoingReplica, source)))
+
+    async def receive_chunks(
+        self, peer: holder_io.Peer, replica: IncomingReplica, digest: str, chunks: Sequence[int]
+    ) -> list[int]:
+        """As in HolderIo."""
+        wanted = FetchChunks(shard=WireShard.of(replica.shard), digest=digest, chunks=tuple(chunks))
+        found = await _through(cast(PeerLink, peer).fetch(wanted))
+        return [index for index, data in zip(chunks, found, strict=True) if self._is_bad(replica, index, data)]
+
+    def _is_bad(self, replica: IncomingReplica, index: int, data: bytes) -> bool:
+        """Keep a chunk that came; True if it is not what the incoming replica expects, or nothing came."""
+        if not data:
+            return True
+        number = self.replicas.take_slots_growing(1)[0]
+        self.replicas.arena.view(number, len(data))[:] = data
+        self.holder.memory.version += 1
+        return bool(self.replicas.keep_chunks(replica, [(index, number, len(data), chunk_digest(data))]))
+
+    # -- durable storage ------------------------------------------------------------------------
+
+    async def read_durable_manifest(self, place: DurablePlace, shard: ShardId, spec: ShardSpec) -> bytes:
+        """As in HolderIo."""
+        return (await self._part(place, shard, spec))[0]
+
+    async def receive_durable(
+        self, place: DurablePlace, replica: IncomingReplica, spec: ShardSpec, chunks: Sequence[int],
+        sizes: Sequence[int],
+    ) -> list[int]:  # fmt: skip
+        """As in HolderIo."""
+        _, stored = await self._part(place, replica.shard, spec)
+        found = {index: stored[index] if index < len(stored) else b"" for index in chunks}
+        sized = {index: data if len(data) == sizes[index] else b"" for index, data in found.items()}
+        return [index for index, data in sized.items() if self._is_bad(replica, index, data)]
+
+    async def _part(self, place: DurablePlace, shard: ShardId, spec: ShardSpec) -> tuple[bytes, list[bytes]]:
+        """Read a shard from durable storage."""
+        await _wait(self.storage.delay_s)
+        if self.storage.problem:
+            raise PeerUnreachable(self.storage.problem)
+        own_key = self.storage.key_of(place, self.holder.host_id)  # unless the order names the step's
+        part = self.storage.part(shard, spec.digest, place.key if place.key is not None else own_key)
+        if part is None:
+            raise IntegrityError(f"durable storage has not all slices of {shard}")
+        return part
+
+    async def _travel(self) -> None:
+        await _wait(self.storage.delay_s)
+        if self.storage.problem:
+            raise TransportError(self.storage.problem)
+
+    async def open_durable(self, place: DurablePlace) -> OpenStorage:
+        """As in HolderIo."""
+        return OpenStorage(self.storage, self.storage.key_of(place, self.holder.host_id))
+
+    async def slice_turn(self, job: str, stored: StoredReplica, number: int, bytes_per_s: int | None) -> float:
+        """As in HolderIo."""
+        return take_turn(self.free_s, job, self.holder.world.now, slice_nbytes(stored.spec, number), bytes_per_s)
+
+    async def copy_slice(self, stored: StoredReplica, number: int) -> tuple[list[bytes], int | None]:
+        """As in HolderIo."""
+        chunks: list[bytes] = []
+        for index in slice_range(stored.spec, number):
+            self.holder.checker.stored_bytes.read(self.holder, stored, index)
+            view = self.replicas.chunk_view(stored, index)
+            if view is None or chunk_digest(view) != stored.digests[index]:
+                return [], index
+            chunks.append(bytes(view))
+        return chunks, None
+
+    async def write_slice(
+        self, storage: Storage, shard: ShardId, spec: ShardSpec, number: int, manifest: bytes, chunks: Sequence[bytes],
+        stop: Stop,
+    ) -> bool:  # fmt: skip
+        """As in HolderIo."""
+        await self._travel()
+        if stop.is_set:
+            return False
+        written = list(chunks)
+        if self.storage.tears and written:
+            self.storage.tears -= 1
+            written[-1] = written[-1][: len(written[-1]) // 2]
+        self.storage.slices[shard, spec.digest, storage.key, number] = (slices_count(spec), manifest, written)
+        return True
+
+    async def store_marker(self, place: DurablePlace, job: str, marker: DurableMarker, lineage: Lineage) -> None:
+        """As in HolderIo."""
+        await self._travel()
+        step, specs = marker.step, dict(marker.specs)
+        path = (job, step.attempt, step.step)
+        for rank, spec in specs.items():  # every slice of every part must be there before the marker (R31)
+            if self.storage.part(ShardId(*path, rank), spec.digest, marker.key) is None:
+                if path in self.storage.removed:  # the order came late, as to a holder that was frozen
+                    raise IntegrityError(f"{step} lacks the part of rank {rank}: no marker was written")
+                raise Violation("R31", f"the marker of {step} was written before rank {rank}'s part under its key")
+        self.storage.markers[path] = (specs, marker.key, msgspec.to_builtins(lineage))
+
+    async def remove_durable(self, place: DurablePlace, job: str, step: StepId, *, only_unmarked: bool) -> None:
+        """As in HolderIo."""
+        await self._travel()
+        if not (only_unmarked and (job, step.attempt, step.step) in self.storage.markers):
+            self.storage.remove_step(job, step.attempt, step.step)
+
+    async def sweep_durable(self, place: DurablePlace, job: str, step: StepId) -> None:
+        """As in HolderIo: the storage of the simulation keeps what abandoned writes leave."""
+
+    async def read_markers(self, place: DurablePlace, job: str, check: StepId | None) -> MarkersFound:
+        """As in HolderIo."""
+        await self._travel()
+        rows = tuple(
+            row_of(MarkerRecord(name, DurableMarker(StepId(attempt, step), len(specs), specs, key), lineage))
+            for (name, attempt, step), (specs, key, lineage) in sorted(self.storage.markers.items())
+            if name == job
+        )
+        lacks = "" if check is None else self._lacks(job, check)
+        return MarkersFound(self.storage.key_of(place, self.holder.host_id), rows, "", lacks)
+
+    def _lacks(self, job: str, step: StepId) -> str:
+        """Say which part of a step is not there, "" if all are."""
+        specs, key, _ = self.storage.markers.get((job, step.attempt, step.step), ({}, "", {}))
+        shards = {rank: ShardId(job, step.attempt, step.step, rank) for rank in specs}
+        gone = [rank for rank, spec in specs.items() if self.storage.part(shards[rank], spec.digest, key) is None]
+        return f"parts of ranks {gone} are missing" if gone or not specs else ""
+
+    # -- this host's memory ---------------------------------------------------------------------
+
+    async def on_store(self, call: Callable[[], T]) -> T:
+        """As in HolderIo."""
+        await _wait(FILE_S)
+        return call()
+
+    async def claim_room(self, job: str, share: PeerShare) -> None:
+        """As in HolderIo."""
+        self.replicas.claim(job, share)
+
+    async def verify(self, stored: StoredReplica, chunks: frozenset[int] | None = None) -> list[int]:
+        """As in HolderIo."""
+        await _wait(self.holder.world.network.rng.uniform(*VERIFY_S))
+        self._opened_s.pop(stored.shard, None)
+        return self.replicas.verify(stored, map, chunks)
+
+    async def verify_copies(self, job: str | None) -> HostVerified:
+        """As in HolderIo."""
+        return HostVerified(shards=0, chunks=0, damaged=0, damaged_manifests=0)
+
+    async def open_incoming(
+        self, name: str, shard: ShardId, digests: Sequence[bytes], sizes: Sequence[int], attempt: int,
+        chunks: tuple[int, ...] | None = None,
+    ) -> IncomingReplica:  # fmt: skip
+        """As in HolderIo."""
+        await _wait(FILE_S)
+        self._opened_s[shard] = self.holder.world.now  # the first of its chunks is verified now
+        self.readers.opened_s[name, shard] = self.holder.world.now
+        return self.replicas.open_incoming(name, shard, digests, sizes, attempt, chunks)
+
+    async def keep_staged(self, key: StagedKey, stored: StoredReplica, pin: int) -> None:
+        """As in HolderIo."""
+        self.replicas.keep_staged(key, stored, pin)
+        self.readers.verified_s[key] = self._opened_s.pop(stored.shard, self.holder.world.now)
+
+    # -- what is sent ---------------------------------------------------------------------------
+
+    async def read_manifest(self, source: PushSource) -> bytes:
+        """As in HolderIo."""
+        shipment = cast(OutgoingReplica, source)
+        await _wait(shipment.is_settled)
+        return shipment.manifest()
+
+    async def await_digest(self, source: StreamingSource) -> str:
+        """As in HolderIo."""
+        await _wait(source.is_settled)
+        return cast(StreamingReplica, source).sealed().spec.digest
+
+    # -- puts -----------------------------------------------------------------------------------
+
+    async def compare_sample(self, slots: Sequence[int], nbytes: int, seen: SlotSample) -> list[int]:
+        """As in HolderIo: a sample is all bytes here."""
+        here = b"".join(bytes(self.replicas.arena.view(number)) for number in slots)
+        return [] if here == seen.digests else [0]
+
+    async def open_fresh(self, shard: ShardId, slots: Sequence[int], sizes: Sequence[int]) -> StreamingReplica:
+        """As in HolderIo."""
+        return StreamingReplica(self.replicas, shard, slots, sizes)
+
+    async def release_sends(self, shard: ShardId) -> None:
+        """As in HolderIo: nothing is held back here."""
+
+    async def digest_and_store(self, shard: ShardId, ready: PutReady, fresh: StreamingSource) -> StoredReplica:
+        """As in HolderIo."""
+        streaming, given = cast(StreamingReplica, fresh), seal.given_digests(ready)
+        for slot, nbytes in zip(ready.slots, streaming.sizes, strict=True) if given is None else ():
+            await _wait(DIGEST_S)
+            streaming.add(chunk_digest(self.replicas.arena.view(slot, nbytes)))
+        if given is not None:
+            await _wait(DIGEST_S)
+        stored = self.replicas.seal_local(
+            shard, world_size=ready.world_size, layout=ready.layout, nbytes=ready.nbytes, slots=ready.slots,
+            attempt=shard.attempt, given=given, follower=Digested(streaming),
+        )  # fmt: skip
+        self.holder.checker.puts.sealed_here(self.holder, shard, stored.digests)
+        return stored
+
+    # -- ranks, and people ----------------------------------------------------------------------
+
+    async def send_welcome(self, link: Link, stale: Sequence[int]) -> None:
+        """As in HolderIo."""
+        if self.has_late_welcomes and self.lateness.random() < LATE_WELCOME_SHARE:
+            await _wait(self.lateness.uniform(0.0, LATE_WELCOME_MAX_S))
+        to = cast(RankLink, link)
+        if to.is_open:
+            to.process.welcomed(self.holder, stale)
+
+    async def send_to_rank(self, link: Link, message: HolderEvent) -> None:
+        """As in HolderIo."""
+        to = cast(RankLink, link)
+        if not to.is_open:
+            return
+        if isinstance(message, AskAnswered | AskRefused):
+            self.readers.answer(to, message)
+        elif isinstance(message, CheckInto):
+            self._check(to.process, message)
+        else:
+            if isinstance(message, StepLevel) and message.level in ("committed", "durable"):
+                self.holder.checker.commits.commit_reported(to.process, message.step, is_degraded=message.degraded)
+            to.process.receive(message)
+
+    def _check(self, rank: Rank, message: CheckInto) -> None:
+        if not rank.is_frozen:
+            why = rank.check(decode_manifest(message.manifest))
+            error = IntoError(error="ManifestMismatch", message=why) if why else None
+            self.holder.report(IntoChecked(job=rank.job, round=message.round, rank=rank.rank, error=error))
+
+    async def grant(self, link: Link) -> None:
+        """As in HolderIo."""
+        if slots := ranks.lease(self.holder.state, link):
+            cast(RankLink, link).process.receive(SlotsLeased(slots=tuple(slots)))
+
+    async def close_link(self, link: Link) -> None:
+        """As in HolderIo: its process gets nothing more on it, since it has another one, or is dead."""
+
+    async def forget_process(self, owner: Owner) -> None:
+        """As in HolderIo."""
+        self.holder.calls.forget(owner)
+
+    async def forget_job(self, job: str) -> None:
+        """As in HolderIo: nothing here keeps trained steps."""
+
+    async def warn(self, text: str) -> None:
+        """As in HolderIo: nobody reads it."""
+
+    async def unexpected(self, what: str, error: Exception) -> None:
+        """As in HolderIo: the run has failed."""
+        raise error

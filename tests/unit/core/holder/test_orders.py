@@ -1,0 +1,247 @@
+"""What each order of the controller begins here, and on which threads; the session's orders are refused (R12, R21)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+from holder_io import ScriptedIo
+from msgspec import structs
+
+from memstore.core.arena.replica_index import StagedKey
+from memstore.core.holder import drop, orders, persist, room
+from memstore.core.holder.holder_io import Lane
+from memstore.core.holder.puts import push, seal
+from memstore.core.holder.reads import stage
+from memstore.core.wire.ids import WireShard, WireSpec, WireStep
+from memstore.core.wire.orders import (
+    AbandonStep,
+    AllHosts,
+    CallAnswered,
+    CallRefused,
+    ChunkRange,
+    DropJob,
+    DropNumber,
+    DurablePlace,
+    EchoClock,
+    Fence,
+    ForgetStory,
+    FreeCopies,
+    Grow,
+    HostNews,
+    JournalAppend,
+    JournalKeep,
+    JournalPage,
+    JournalReplace,
+    KeepStory,
+    Lineage,
+    ListMarkers,
+    NameKey,
+    Order,
+    OrderCheck,
+    PushCopy,
+    PushTargets,
+    RaiseLevel,
+    ReadChunks,
+    ReadShard,
+    RemoveStep,
+    RemoveTornStep,
+    Reserve,
+    SlicesOfShard,
+    StageShard,
+    StopWriting,
+    TakeIncarnation,
+    VerifyCopies,
+    WriteMarker,
+    WriteSlices,
+)
+from memstore.core.wire.rank_messages import StepLevel
+from memstore.core.wire.replies import HostVerified
+from memstore.core.wire.reports import CopiesVerified, IntoChecked
+from memstore.errors import IntegrityError, InternalError
+from recovery.inventory import ShardId, ShardSpec
+
+SHARD = ShardId("job", 1, 2, 0)
+SPEC = ShardSpec("d" * 32, 16, 8, 2, 1)
+ROWS, DIGEST = (WireShard.of(SHARD),), SPEC.digest
+STEP = WireStep(1, 2)
+PLACE = DurablePlace(url="/d", compression=None, key_file=None, bytes_per_s=None)
+PACED = structs.replace(PLACE, bytes_per_s=100)
+ROOM: dict[str, Any] = {"job": "job", "attempt": 1, "ranks": (), "peer_slots": 4, "world_size": 1, "versions": 2}
+BRING: dict[str, Any] = {
+    "job": "job", "rank": 0, "shard": WireShard.of(SHARD), "spec": WireSpec.of(SPEC), "attempt": 1, "holders": ("a",),
+    "durable": None, "runs": (),
+}  # fmt: skip
+SLICES = WriteSlices(job="job", durable=PLACE, step=STEP, parts=(SlicesOfShard(ROWS[0], DIGEST, (0, 1)),), key="k")
+MARKER = WriteMarker(job="job", durable=PACED, step=STEP, specs=(), key="k", lineage=Lineage(1, None, None))
+REPAIR = PushCopy(shard=ROWS[0], digest=DIGEST, target="b")
+ROUND = StageShard(**BRING, round=7)
+WRITE, LIST = Lane("write", ("/d",)), Lane("list", ("/d",))
+BEGUN: list[tuple[Order, Lane, Callable[..., Any]]] = [  # each is given the order
+    (Reserve(**ROOM), Lane("room"), room.reserve),
+    (Grow(**ROOM), Lane("room"), room.grow),
+    (ROUND, Lane("stage"), stage.run),
+    (ReadShard(**BRING, read=7, reader="n"), Lane("stage"), stage.run),
+    (ReadChunks(**BRING, read=7, chunks=(ChunkRange(0, 1),), is_repair=False), Lane("stage"), stage.run),
+    (AbandonStep(job="job", attempt=1, step=2, level="skipped", reason="", resume=3), Lane("drop"), drop.abandon),
+    (FreeCopies(shards=ROWS, number=DropNumber(1, 2)), Lane("drop"), drop.free),
+    (DropJob(job="job", attempt=1, shards=ROWS), Lane("drop"), drop.drop_job),
+    (VerifyCopies(call=9, job="job"), Lane("verify"), orders._verify),
+    (MARKER, WRITE, persist.marker),
+    (RemoveStep(job="job", durable=PLACE, step=STEP, only_unmarked=False), WRITE, persist.remove),
+    (RemoveTornStep(job="job", durable=PLACE, step=STEP), WRITE, persist.remove_torn),
+    (NameKey(job="job", durable=PLACE), LIST, persist.say_key),
+    (ListMarkers(job="job", durable=PLACE, call=9), LIST, persist.markers),
+]
+BEGUN_WITH: list[tuple[Order, Lane, Callable[..., Any], tuple[Any, ...]]] = [
+    *((order, lane, procedure, (order,)) for order, lane, procedure in BEGUN),
+    (AllHosts(hosts=(), jobs=("job",)), Lane("room"), room.keep_shares, (("job",),)),
+    (HostNews(hosts=(), gone=(), jobs=("job",)), Lane("room"), room.keep_shares, (("job",),)),
+    (Fence(job="job", attempt=2, members=("n",)), Lane("fence"), seal.fence, ("job", 2, ("n",))),
+    (REPAIR, Lane("repair"), push.run, (push.Push(SHARD, DIGEST, "b", is_repair=True),)),
+]
+SESSION: list[Order] = [
+    JournalPage(records=()),
+    JournalAppend(records=(), seq=1),
+    JournalReplace(records=(), seq=1),
+    JournalKeep(places=(), short=(), seq=1),
+    EchoClock(clock_s=1.0),
+    TakeIncarnation(above=1),
+    KeepStory(job="job", story="why"),
+    ForgetStory(job="job"),
+    CallAnswered(id=1, reply=b""),
+    CallRefused(id=1, error="", message=""),
+]
+AT_ONCE = {PushTargets, OrderCheck, RaiseLevel, StopWriting}  # and slices, which are begun one by one
+
+
+@dataclass(eq=False)
+class Host(ScriptedIo):
+    """A holder that has no shard."""
+
+    lock = contextlib.nullcontext()
+
+    def staged(self, key: StagedKey) -> None:
+        """Nothing is kept for a reader."""
+
+    def obey(self, order: Order) -> None:
+        """Obey an order, and end what has to be over before the next."""
+        now = orders.obey(self, self.state, order)
+        if now is not None:
+            self.play(now)
+
+
+@pytest.mark.parametrize(
+    ("order", "lane", "procedure", "given"), BEGUN_WITH, ids=[type(row[0]).__name__ for row in BEGUN_WITH]
+)
+def test_an_order_begins_what_it_asks_for(
+    order: Order, lane: Lane, procedure: Callable[..., Any], given: tuple[Any, ...]
+) -> None:
+    """And nothing else: whoever reads orders waits for none of it."""
+    host = Host()
+    assert orders.obey(host, host.state, order) is None
+    [begun] = host.started
+    assert begun == (lane, procedure, (host.state, *given))
+    assert host.names == ["start"]
+
+
+@pytest.mark.parametrize("order", SESSION, ids=lambda order: type(order).__name__)
+def test_an_order_of_the_session_is_refused(order: Order) -> None:
+    """Its holder keeps the journal, the clock, the incarnation, the stories and the answers itself."""
+    host = Host()
+    with pytest.raises(InternalError, match=f"{type(order).__name__} is the session's"):
+        host.obey(order)
+    assert host.calls == []
+
+
+def test_each_kind_of_order_is_obeyed_or_the_sessions() -> None:
+    """None is missing in this file."""
+    known = [type(row[0]) for row in BEGUN_WITH] + [type(order) for order in SESSION]
+    assert {*known, *AT_ONCE, WriteSlices} == {*get_args(Order)}
+
+
+@pytest.mark.parametrize(("place", "key"), [(PLACE, ("/d",)), (PACED, ("/d", "job"))])
+def test_each_slice_is_written_by_itself_and_a_capped_job_holds_up_no_other(
+    place: DurablePlace, key: tuple[str, ...]
+) -> None:
+    """A job whose pace is capped has threads of its own beside those of its storage."""
+    host, order = Host(), structs.replace(SLICES, durable=place)
+    host.obey(order)
+    pieces = [persist.Slice(order, SHARD, DIGEST, number, host.state.stops["job", STEP.id]) for number in (0, 1)]
+    assert host.started == [(Lane("write", key), persist.write, (host.state, piece)) for piece in pieces]
+
+
+def test_slices_of_a_step_that_is_to_be_written_no_more_stop_at_once() -> None:
+    """Before another order is obeyed, and whichever of them have begun."""
+    host = Host()
+    host.obey(SLICES)
+    host.obey(StopWriting(job="job", step=STEP))
+    assert host.state.stops["job", STEP.id].is_set
+    assert len(host.started) == 2
+
+
+def test_a_fence_refuses_what_comes_after_the_order() -> None:
+    """Not only what comes after its procedure has begun (R21)."""
+    host = Host()
+    host.obey(Fence(job="job", attempt=2, members=()))
+    assert host.state.fences.is_fenced("job", 1)
+
+
+def test_a_round_is_the_newest_one_from_its_order_on() -> None:
+    """What still fetches for an older one gives up, also while no thread is free for this one (R25)."""
+    host = Host()
+    host.obey(ROUND)
+    assert host.state.stages.newest == {("job", 0): ROUND}
+
+
+def test_a_repair_that_is_under_way_is_not_begun_again() -> None:
+    """The target would get the shard twice (R29)."""
+    host = Host()
+    host.obey(REPAIR)
+    host.obey(REPAIR)
+    assert len(host.started) == 1
+
+
+def test_targets_count_for_the_next_put() -> None:
+    """They are taken before the next order is obeyed (R13)."""
+    host = Host()
+    host.obey(PushTargets(job="job", attempt=1, targets=("b",), ranks=()))
+    assert (host.state.shared_shards.targets(SHARD), host.started) == (["b"], [])
+
+
+def test_a_level_is_sent_before_the_next_order_is_obeyed() -> None:
+    """So levels of a step come to its ranks in their order (R15)."""
+    host = Host()
+    link: Any = SimpleNamespace(nonce="n", job="job", rank=0, attempt=1)
+    host.state.ranks.links["n"] = link
+    host.obey(RaiseLevel(job="job", attempt=1, step=2, level="committed"))
+    assert host.calls == [("send_to_rank", link, StepLevel(attempt=1, step=2, level="committed"))]
+
+
+def test_a_check_of_what_is_gone_is_answered_at_once() -> None:
+    """The controller waits for the rank's answer, and no rank was asked (R26)."""
+    host = Host()
+    host.obey(OrderCheck(job="job", round=7, rank=0))
+    [report] = host.reports
+    assert isinstance(report, IntoChecked)
+    assert report.error is not None
+    assert "for rank 0 on host me is gone" in report.error.message
+
+
+@pytest.mark.parametrize(
+    ("error", "problem", "is_foreseen"),
+    [(None, "", True), (IntegrityError("odd"), "odd", True), (OSError("odd"), "OSError('odd')", False)],
+)
+def test_the_end_of_a_verification_is_reported(error: Exception | None, problem: str, is_foreseen: bool) -> None:
+    """With what was found, or why nothing was: whoever called waits for all hosts (R30)."""
+    host = Host(errors={} if error is None else {"verify_copies": error})
+    host.obey(VerifyCopies(call=9, job="job"))
+    host.play_started()
+    assert host.of("verify_copies") == [["job"]]
+    found = HostVerified(shards=0, chunks=0, damaged=0, damaged_manifests=0) if error is None else None
+    assert host.reports == [CopiesVerified(call=9, found=found, problem=problem)]
+    assert (host.of("unexpected") == []) == is_foreseen
