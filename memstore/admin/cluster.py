@@ -16,6 +16,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from memstore.config import Config, check_config, check_seconds
+from memstore.core.arena.claimed_memory import gib
 from memstore.core.durable.checks import CHECK_DEADLINE_S
 from memstore.core.report.json_rows import status_fields
 from memstore.core.report.problems import with_commands
@@ -26,7 +27,6 @@ from memstore.errors import CapacityError, ConfigError, MemstoreError, PeerTimeo
 from memstore.shell.arena.arena import Arena
 from memstore.shell.arena.folder import held_bytes, read_secret
 from memstore.shell.arena.lock import is_held, owner
-from memstore.shell.arena.memory_limits import gib
 from memstore.shell.host.identity import HOST_LABEL
 from memstore.shell.net.tls import Tls
 from memstore.shell.on_ray.actors import NAMESPACE, ControllerActor, controller_name, live_nodes

@@ -16,9 +16,9 @@ import torch
 import memstore.client.connect
 from memstore.client.store import Store
 from memstore.config import Config
+from memstore.core.arena.replica_store import ReplicaStore
 from memstore.core.holder.reads import direct_read
 from memstore.shell.arena.folder import arena_folder
-from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.controller.controller import Controller
 from memstore.shell.holder.holder import Holder
 from memstore.shell.host.identity import HostIdentity, read_boot_id

@@ -10,6 +10,7 @@ layout, all chunk digests joined].
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import msgspec
@@ -154,3 +155,12 @@ def _check(manifest: Manifest) -> None:
         raise ManifestMismatch(f"manifest has a layout of {len(manifest.layout)} bytes over {LAYOUT_BYTES_MAX}")
     if any(len(chunk.digest) != DIGEST_BYTES for chunk in manifest.chunks):
         raise ManifestMismatch(f"manifest of {shard} has a chunk digest that is not {DIGEST_BYTES} bytes long")
+
+
+def manifest_name(shard: ShardId, digest: str) -> str:
+    """Return the name under which a holder keeps a shard's manifest: a file name for every job's name.
+
+    Copies of one shard with different digests are different shards and get different names (R14).
+    """
+    key = repr((shard.job, shard.attempt, shard.step, shard.rank, digest))
+    return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=20).hexdigest()

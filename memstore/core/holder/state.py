@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
-from memstore.core.arena.replica_index import IncomingReplica, ReplicaIndex, StagedKey, StoredReplica
-from memstore.core.arena.share import PeerShare
-from memstore.core.arena.slot_table import Owner, SlotTable
+from memstore.core.arena.replica_index import IncomingReplica
+from memstore.core.arena.replica_store import Store
+from memstore.core.arena.slot_table import Owner
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.holder_io import PushSource, Stop
 from memstore.core.holder.link import Link
@@ -20,113 +18,6 @@ from memstore.core.wire.orders import StageShard
 from memstore.core.wire.rank_messages import PutReady, StepLevel
 from memstore.core.wire.reports import Report
 from recovery.inventory import ShardId, StepId
-
-
-class Room(Protocol):
-    """The slots that a store has, and may have (shell/arena/claimed_memory.py)."""
-
-    def prepare(self, job: str, share: PeerShare) -> None:
-        """Grow for a share that may be claimed later; CapacityError at the limit."""
-
-    def keep_shares(self, jobs: Collection[str]) -> None:
-        """Give back the shares of jobs that are not among these and have nothing here."""
-
-    def release(self) -> None:
-        """Give back the memory that no job has reserved."""
-
-
-class Store(Protocol):
-    """The holder's replica store, as far as procedures call it without waiting (shell/arena/replica_store.py)."""
-
-    def pin(self, shard: ShardId, digest: str, *, is_reader: bool = False) -> tuple[StoredReplica, int] | None:
-        """Pin a replica; None if it is not here, or dropped. A reader's pin ends soon after a drop."""
-
-    def expire_pins(self) -> None:
-        """Release the pins of readers that are past their deadline."""
-
-    def unpin(self, stored: StoredReplica, pin: int) -> None:
-        """Release a pin."""
-
-    def finish(self, name: str, manifest_data: bytes) -> StoredReplica:
-        """Store an incoming replica whose chunks are all here; IntegrityError if it was aborted meanwhile."""
-
-    def abort_incoming(self, name: str, shard: ShardId, *, only: IncomingReplica | None = None) -> None:
-        """Give back an incoming replica's slots, if there is one; with `only`, if it is still that one."""
-
-    @property
-    def lock(self) -> AbstractContextManager[Any]:
-        """Return the lock of all that it has; a thread may take it again."""
-
-    @property
-    def index(self) -> ReplicaIndex:
-        """Return what is stored, to be read under the lock."""
-
-    @property
-    def table(self) -> SlotTable:
-        """Return the owners of its slots, to be read and changed under the lock; a change is followed by `flush`."""
-
-    def flush(self) -> None:
-        """Write what changed in the table."""
-
-    @property
-    def room(self) -> Room:
-        """Return its slots."""
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Return the size of a slot."""
-
-    @property
-    def arena_identity(self) -> str:
-        """Return the identity of this arena, by which another one in its place is known."""
-
-    def take_over(self, shard: ShardId, owner: Owner, slots: Sequence[int] | None) -> tuple[StoredReplica | None, bool]:
-        """Take slots, if any, from the process that leases them; say whether it had them.
-
-        Returns the shard too, if it is stored already.
-        """
-
-    def lease(self, owner: Owner, job: str, rank: int, attempt: int) -> list[int]:
-        """Lease what the rank's share still allows beside what it has."""
-
-    def confirm(self, owner: Owner, held: Sequence[int]) -> list[int]:
-        """Keep those leases of a process that it names; return what it names and has not leased."""
-
-    def reclaim(self, owner: Owner) -> None:
-        """Free what a process leased and did not submit."""
-
-    def reclaim_dead(self, known: Collection[Owner], is_alive: Callable[[Owner], bool]) -> None:
-        """Free what processes leased that are neither known nor alive."""
-
-    def give_back(self, slots: Sequence[int]) -> None:
-        """Free slots that were taken over and hold nothing that is to be stored."""
-
-    def abort_older(self, job: str, attempt: int) -> None:
-        """Give up the incoming replicas of a job's older attempts."""
-
-    def lose_manifest(self, stored: StoredReplica) -> bool:
-        """Note that a replica's manifest is damaged, so that it counts as missing; False if that is no news."""
-
-    def repair_manifest(self, stored: StoredReplica, data: bytes) -> None:
-        """Write the manifest of a stored replica again."""
-
-    def staged(self, key: StagedKey) -> StoredReplica | None:
-        """Return what is kept for the reader of a round."""
-
-    def drop_all(self, shards: Iterable[ShardId], removed: tuple[str, int] | None) -> None:
-        """Remove shards, and the room of a removed job up to an attempt."""
-
-    def drop_step(self, job: str, attempt: int, step: int) -> None:
-        """Remove what is stored of a step, and what is on its way in."""
-
-    def manifest(self, stored: StoredReplica) -> bytes:
-        """Return the manifest of a stored replica; DigestMismatch if its file was damaged."""
-
-    def verify_slots(self, slots: Iterable[int]) -> None:
-        """Digest slots again and quarantine those that are bad."""
-
-    def ensure_free(self, count: int) -> None:
-        """Have so many slots free, growing the arena if it must; CapacityError at its limit."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memstore.config import Config
+from memstore.core.arena.claimed_memory import gib
 from memstore.errors import ConfigError
 from memstore.shell.arena.memory_limits import (
     ENLARGE,
@@ -14,7 +15,6 @@ from memstore.shell.arena.memory_limits import (
     MemoryLimits,
     auto_bytes,
     auto_reason,
-    gib,
     measure,
     most_bytes,
     rooms,

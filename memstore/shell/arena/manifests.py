@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import itertools
 import os
 import re
@@ -21,7 +20,6 @@ from pathlib import Path
 
 from memstore.errors import CapacityError, ConfigError
 from memstore.shell.arena.folder import check_level, is_at, open_file
-from recovery.inventory import ShardId
 
 NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
 MANIFESTS_NAME = "manifests"
@@ -125,15 +123,6 @@ class ManifestFolder:
         made = cls(path)
         made._spares.adopt()
         return made
-
-    @staticmethod
-    def name_of(shard: ShardId, digest: str) -> str:
-        """Return the file name for a shard's manifest: safe for every job name.
-
-        Copies of one shard with different digests are different shards and get different names (R14).
-        """
-        key = repr((shard.job, shard.attempt, shard.step, shard.rank, digest))
-        return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=20).hexdigest()
 
     def save(self, name: str, data: bytes) -> None:
         """Store a manifest under a name from `name_of`, replacing one of that name.

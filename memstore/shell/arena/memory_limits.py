@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from memstore.core.arena.claimed_memory import gib
 from memstore.errors import ConfigError
 from memstore.shell.arena.folder import held_bytes
 
@@ -19,7 +20,6 @@ MONITOR_SHARE = 0.9  # stay this far below Ray's memory-monitor threshold
 FREE_SHARE = 0.9  # share of the free bytes of arena_dir, for "auto"
 ENLARGE = "enlarge arena_dir (mount -o remount,size=..., docker --shm-size, a larger emptyDir) or set another one"
 RESTART = "`memstore down` and `memstore up`"  # replicas stay; limits are measured again
-_SIZES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"))
 _UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 
 
@@ -347,9 +347,3 @@ def _stat_value(folder: Path, name: str) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith(name + " ")), 0)
-
-
-def gib(nbytes: int) -> str:
-    """Return a size for people."""
-    size, unit = next((kind for kind in _SIZES if abs(nbytes) >= kind[0]), _SIZES[-1])
-    return f"{nbytes / size:.1f} {unit}"

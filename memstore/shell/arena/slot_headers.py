@@ -14,12 +14,13 @@ import secrets
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from memstore.core.arena.memory_ports import SlotHeader
 from memstore.core.arena.slot_table import SlotState
 from memstore.errors import CapacityError, ConfigError, IntegrityError
 from memstore.shell.arena.folder import commands_for, open_file
@@ -57,19 +58,6 @@ RECORD_DTYPE = np.dtype(
         "itemsize": RECORD_NBYTES,
     }
 )
-
-
-class SlotHeader(NamedTuple):
-    """One slot's record, after the state in the order of the file."""
-
-    state: SlotState = SlotState.FREE
-    nbytes: int = 0
-    digest: bytes = bytes(16)  # xxh3-128 of the slot's bytes (R14)
-    owner_pid: int = 0
-    attempt: int = 0
-    owner_start: int = 0  # field 22 of /proc/<pid>/stat
-    generation: int = 0  # of the lease (R8)
-    last_verified: float = 0.0  # wall seconds, as given by the caller
 
 
 @dataclass(frozen=True, slots=True)

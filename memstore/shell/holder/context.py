@@ -16,7 +16,7 @@ from memstore.config import Config
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.reports import Report
-from memstore.shell.arena.replica_store import ReplicaStore
+from memstore.shell.arena.host_store import HostStore
 from memstore.shell.holder.peer_table import PeerTable
 
 log = logging.getLogger("memstore")
@@ -29,7 +29,7 @@ class HolderContext:
     state: HolderState  # what the procedures of core/holder share
     config: Config
     folder: Path
-    replicas: ReplicaStore
+    replicas: HostStore
     peers: PeerTable
     on_fatal: Callable[[str], None]
     stopping: threading.Event

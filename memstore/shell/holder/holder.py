@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from memstore.config import Config
+from memstore.core.arena.claimed_memory import Limit
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.inventory import inventory, report_copy
 from memstore.core.holder.orders import obey
@@ -48,12 +49,12 @@ from memstore.core.wire.reports import Called, Heartbeat, Inventory
 from memstore.core.wire.status_rows import HostStats
 from memstore.errors import PeerUnreachable, TransportError
 from memstore.shell.arena.folder import make_folder, write_secret
+from memstore.shell.arena.host_store import open_store
 from memstore.shell.arena.idle_time import IdleTime
 from memstore.shell.arena.incarnation import next_incarnation
 from memstore.shell.arena.journal_file import Journal
 from memstore.shell.arena.lock import ArenaLock, LockOwner, is_alive
-from memstore.shell.arena.memory_limits import admission, measure
-from memstore.shell.arena.replica_store import ReplicaStore
+from memstore.shell.arena.memory_limits import admission, beyond_limit, measure
 from memstore.shell.arena.tombstones import Tombstones
 from memstore.shell.holder.blocking_io import BlockingIo
 from memstore.shell.holder.context import HolderContext
@@ -109,10 +110,11 @@ class Holder:
         )
         write_secret(self.folder, secret)
         self.idle, self.tombstones = IdleTime(self.folder), Tombstones(self.folder)
-        self.replicas = ReplicaStore.open(
-            self.folder, limit_bytes=arena_limit_bytes, chunk_bytes=config.chunk_bytes, limit_why=limit_words[0],
-            admit=lambda asked, claimed: admission(measure(config.arena_dir), asked_bytes=asked, claimed_bytes=claimed),
+        limit = Limit(
+            arena_limit_bytes, limit_words[0], beyond_limit(limit_words[0]),
+            lambda asked, claimed: admission(measure(config.arena_dir), asked_bytes=asked, claimed_bytes=claimed),
         )  # fmt: skip
+        self.replicas = open_store(self.folder, chunk_bytes=config.chunk_bytes, limit=limit)
         self.journal = Journal.open(self.folder / "journal")
         self.fences = JobFences()
         term = read_journal(self.journal.records(), self.fences)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from memstore.core.arena.replica_index import IncomingReplica
+from memstore.core.arena.replica_store import Store
 from memstore.core.wire.error_message import decode_error
 from memstore.core.wire.frame import BULK_BYTES_MAX, Kind
 from memstore.core.wire.peer_messages import ChunkRun, decode_chunks
 from memstore.errors import ProtocolError
-from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.net.channel import Channel, Frame, SendGate
 from memstore.shell.peer.corruption_counts import Damage
 
@@ -56,7 +56,7 @@ def send_run(
 
 
 def receive_run(
-    channel: Channel, replicas: ReplicaStore, replica: IncomingReplica, indices: Sequence[int], *,
+    channel: Channel, replicas: Store, replica: IncomingReplica, indices: Sequence[int], *,
     take: Callable[[int], list[int]], damage: Damage, timeout_s: float,
 ) -> Run:  # fmt: skip
     """Receive the next frame's chunks, the first of `indices`, each digested while it is hot.
@@ -77,7 +77,7 @@ def receive_run(
 
 
 def receive_bulk(
-    channel: Channel, replicas: ReplicaStore, replica: IncomingReplica, indices: Sequence[int], sizes: Sequence[int], *,
+    channel: Channel, replicas: Store, replica: IncomingReplica, indices: Sequence[int], sizes: Sequence[int], *,
     take: Callable[[int], list[int]], damage: Damage, timeout_s: float,
 ) -> Run:  # fmt: skip
     """Receive the chunks that are the bulk of the last frame, as `receive_run` does; size 0 for one that is lacking."""
@@ -103,7 +103,7 @@ def _run_of(indices: Sequence[int], sizes: Sequence[int], here: set[int], nbytes
     return Run(len(sizes), [i for i in indices[: len(sizes)] if i not in here], nbytes)
 
 
-def _run(channel: Channel, replicas: ReplicaStore, frame: Frame, count: int) -> ChunkRun:
+def _run(channel: Channel, replicas: Store, frame: Frame, count: int) -> ChunkRun:
     """Return what a frame names; ProtocolError unless it is 1 to `count` chunks that fit slots and its bulk."""
     if frame.kind is Kind.ERROR and not frame.bulk_bytes:
         raise decode_error(frame.data).rebuilt()

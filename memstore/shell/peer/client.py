@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from memstore.core.arena.replica_index import IncomingReplica
+from memstore.core.arena.replica_store import Store
 from memstore.core.network.chunk_batches import batches
 from memstore.core.wire.codec import Request, decode_reply
 from memstore.core.wire.error_message import decode_error
@@ -34,7 +35,6 @@ from memstore.core.wire.peer_messages import (
     decode_wanted,
 )
 from memstore.errors import PeerRefused, PeerTimeout, PeerUnreachable, ProtocolError
-from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.net.channel import Channel, SendGate
 from memstore.shell.net.host_networks import HostNetworks
 from memstore.shell.net.listener import connect_tcp
@@ -290,9 +290,7 @@ class Peer:
 
     # -- fetch --------------------------------------------------------------------------------
 
-    def fetch_into(
-        self, replicas: ReplicaStore, replica: IncomingReplica, digest: str, want: Sequence[int]
-    ) -> list[int]:
+    def fetch_into(self, replicas: Store, replica: IncomingReplica, digest: str, want: Sequence[int]) -> list[int]:
         """Pull chunks into a replica over several streams; return the indices that came damaged or not at all.
 
         Raises:
@@ -305,9 +303,7 @@ class Peer:
         self.over_streams(batches(want, self._streams), lambda batch: bad.extend(fetch(batch)))
         return bad
 
-    def _fetch_batch(
-        self, replicas: ReplicaStore, replica: IncomingReplica, digest: str, batch: list[int]
-    ) -> list[int]:
+    def _fetch_batch(self, replicas: Store, replica: IncomingReplica, digest: str, batch: list[int]) -> list[int]:
         """Return the indices that came damaged or not at all."""
 
         def fetch(channel: Channel) -> list[int]:

@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from memstore.core.arena.replica_index import StoredReplica
+from memstore.core.arena.replica_store import PIN_S, Store
 from memstore.errors import PeerRefused
-from memstore.shell.arena.replica_store import PIN_S, ReplicaStore
 from recovery.inventory import ShardId
 
 DIGEST_S = 60.0  # longest wait for this host's own digests
@@ -23,7 +23,7 @@ DIGEST_S = 60.0  # longest wait for this host's own digests
 class SealedReplica:
     """A stored replica, pinned until it is released."""
 
-    def __init__(self, replicas: ReplicaStore, replica: StoredReplica, pin: int) -> None:
+    def __init__(self, replicas: Store, replica: StoredReplica, pin: int) -> None:
         self.replicas, self.replica, self._pin = replicas, replica, pin
         self.shard, self.digest = replica.shard, replica.spec.digest
         self.sizes = [replica.spec.chunk_nbytes(i) for i in range(replica.spec.chunks_count)]
@@ -67,7 +67,7 @@ class StreamingReplica:
 
     digest = ""  # not known before the last chunk is digested
 
-    def __init__(self, replicas: ReplicaStore, shard: ShardId, slots: Sequence[int], sizes: Sequence[int]) -> None:
+    def __init__(self, replicas: Store, shard: ShardId, slots: Sequence[int], sizes: Sequence[int]) -> None:
         self.replicas, self.shard = replicas, shard
         self.slots, self.sizes = list(slots), list(sizes)
         self._changed = threading.Condition()
@@ -172,7 +172,7 @@ OutgoingReplica = SealedReplica | StreamingReplica
 class OutgoingShards:
     """The replicas of one host that pushes may send."""
 
-    def __init__(self, replicas: ReplicaStore) -> None:
+    def __init__(self, replicas: Store) -> None:
         self._replicas = replicas
 
     def outgoing(self, shard: ShardId, digest: str) -> SealedReplica | None:

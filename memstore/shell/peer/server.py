@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
+from memstore.core.arena.replica_store import Store
 from memstore.core.format.manifest import decode_manifest, shard_digest
 from memstore.core.wire.codec import Message, tag_of
 from memstore.core.wire.error_message import ErrorMessage
@@ -51,7 +52,6 @@ from memstore.errors import (
     PeerUnreachable,
     ProtocolError,
 )
-from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.net.channel import Channel
 from memstore.shell.peer.chunk_frames import receive_bulk, receive_run, runs, send_run
 from memstore.shell.peer.corruption_counts import Damage
@@ -81,7 +81,7 @@ class PeerServer:
     """What a holder does for its peers."""
 
     def __init__(
-        self, replicas: ReplicaStore, host_id: str, *, is_fenced: Callable[[str, int], bool],
+        self, replicas: Store, host_id: str, *, is_fenced: Callable[[str, int], bool],
         on_sealed: Callable[[Copy], None], before_offer: Callable[[ShardId], None] = lambda shard: None,
         damage: Damage | None = None,
     ) -> None:  # fmt: skip

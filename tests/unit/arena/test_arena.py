@@ -13,6 +13,7 @@ import pytest
 import xxhash
 
 from memstore.core.arena.slot_table import SlotState
+from memstore.core.format.manifest import manifest_name
 from memstore.errors import CapacityError, ClosedError, ConfigError, IntegrityError
 from memstore.shell.arena.arena import Arena
 from memstore.shell.arena.journal_file import Journal
@@ -324,7 +325,7 @@ def test_full_file_system_is_an_error_and_harms_nothing(small_tmpfs: Path) -> No
         assert arena.grow(60) == 60
         room = os.statvfs(small_tmpfs)
         manifests, journal = ManifestFolder.open(folder), Journal.open(folder / "journal")
-        name = manifests.name_of(ShardId("j", 1, 2, 3), "ab")
+        name = manifest_name(ShardId("j", 1, 2, 3), "ab")
         manifests.save(name, b"small")
         journal.append([b"fact"])
         too_large = bytes(room.f_bavail * room.f_frsize + 1)

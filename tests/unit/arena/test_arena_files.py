@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from memstore.core.arena.memory_ports import SlotHeader
 from memstore.core.arena.slot_table import SlotState
 from memstore.shell.arena.arena import Arena
-from memstore.shell.arena.slot_headers import SlotHeader
 from memstore.testing.clusters.scratch_folder import scratch_folder
 
 CHUNK = 64 << 10

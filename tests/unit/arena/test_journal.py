@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from memstore.core.format.manifest import manifest_name
 from memstore.errors import CapacityError, ClosedError, ConfigError
 from memstore.shell.arena import journal_file as journal_module
 from memstore.shell.arena.journal_file import Journal
@@ -130,7 +131,7 @@ def test_manifest_names_are_safe_and_distinct() -> None:
         ShardId("a", 1, 23, 3),
         ShardId("a", 12, 3, 3),
     ]
-    names = {ManifestFolder.name_of(shard, digest) for shard in shards for digest in ("00", "01")}
+    names = {manifest_name(shard, digest) for shard in shards for digest in ("00", "01")}
     assert len(names) == 8
     assert all(len(name) == 40 and set(name) <= set("0123456789abcdef") for name in names)
 
@@ -138,7 +139,7 @@ def test_manifest_names_are_safe_and_distinct() -> None:
 def test_what_a_cleaner_removes_is_still_read(folder: Path) -> None:
     """Journal and manifests without their names are read as before, said to be gone, and written to another place."""
     manifests, journal = ManifestFolder.open(folder), Journal.open(folder / "journal")
-    names = sorted(ManifestFolder.name_of(ShardId("j", 1, 2, rank), "d") for rank in range(2))
+    names = sorted(manifest_name(ShardId("j", 1, 2, rank), "d") for rank in range(2))
     for name in names:
         manifests.save(name, name.encode())
     journal.append([b"one"])
@@ -162,7 +163,7 @@ def test_what_a_cleaner_removes_is_still_read(folder: Path) -> None:
 def test_manifests_are_whole_or_absent(folder: Path) -> None:
     """R7: saved manifests come back, half-written ones are removed, strangers are skipped with a reason."""
     manifests = ManifestFolder.open(folder)
-    names = sorted(ManifestFolder.name_of(ShardId("j", 1, 2, rank), "d") for rank in range(3))
+    names = sorted(manifest_name(ShardId("j", 1, 2, rank), "d") for rank in range(3))
     for name in names:
         manifests.save(name, name.encode())
     manifests.save(names[0], b"again")

@@ -14,16 +14,18 @@ from typing import Any
 
 import pytest
 
+from memstore.core.arena.claimed_memory import Limit
 from memstore.core.arena.replica_index import ReplicaIndex
+from memstore.core.arena.replica_store import ReplicaStore
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner, SlotState, SlotTable
 from memstore.errors import CapacityError
 from memstore.shell.arena import arena as arena_module
 from memstore.shell.arena.arena import Arena
+from memstore.shell.arena.host_store import open_store
 from memstore.shell.arena.lock import process_start_time
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.arena.mapping import ArenaMapping
-from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.arena.slot_headers import SlotHeaders
 from memstore.testing.clusters.scratch_folder import scratch_folder
 from recovery.inventory import ShardId
@@ -40,7 +42,7 @@ def folder() -> Iterator[Path]:
 
 
 def open_replica_store(folder: Path) -> ReplicaStore:
-    return ReplicaStore.open(folder, limit_bytes=LIMIT, chunk_bytes=CHUNK)
+    return open_store(folder, chunk_bytes=CHUNK, limit=Limit(LIMIT))
 
 
 def on_disk(folder: Path) -> int:
@@ -263,7 +265,7 @@ def test_room_that_another_process_took_meanwhile_is_a_refusal_and_no_sigbus(tmp
         pytest.skip("only root can mount a file system")
     try:
         with scratch_folder(mounted) as folder:
-            replicas = ReplicaStore.open(folder, limit_bytes=32 << 20, chunk_bytes=1 << 20)
+            replicas = open_store(folder, chunk_bytes=1 << 20, limit=Limit(32 << 20))
             replicas.claim("a", share(24))
             replicas.claim("b", share(4))
             replicas.drop_all([], ("a", 1))

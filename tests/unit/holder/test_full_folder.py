@@ -11,6 +11,7 @@ import pytest
 from cli_store import host_causes
 
 from memstore.config import Config
+from memstore.core.format.manifest import manifest_name
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import ControllerIdentity
 from memstore.core.wire.orders import JournalAppend, JournalReplace, Order, PushTargets
@@ -149,7 +150,7 @@ def test_facts_that_waited_are_not_acknowledged_to_a_newer_controller(holder: Ho
 def test_a_manifest_without_room_is_reported_until_there_is_some(small_tmpfs: Path) -> None:
     """The problem names the size; it goes by itself once such a manifest would fit, and leaves no file."""
     folder = ManifestFolder.open(small_tmpfs)
-    name = ManifestFolder.name_of(ShardId("j", 1, 2, 3), "ab")
+    name = manifest_name(ShardId("j", 1, 2, 3), "ab")
     filler = FullFileSystem(small_tmpfs)
     filler.start()
     with pytest.raises(CapacityError, match="no room for a manifest"):
@@ -168,7 +169,7 @@ def test_a_manifest_without_room_is_reported_until_there_is_some(small_tmpfs: Pa
 def test_manifests_need_no_room_where_the_slots_are_claimed(small_tmpfs: Path) -> None:
     """With no page left some are saved, for ever as old ones go, and the journal takes the commits; all is adopted."""
     folder, journal = ManifestFolder.open(small_tmpfs), Journal.open(small_tmpfs / "journal")
-    names = [ManifestFolder.name_of(ShardId("j", 1, step, 3), "ab") for step in range(100)]
+    names = [manifest_name(ShardId("j", 1, step, 3), "ab") for step in range(100)]
     for name in names[:8]:
         folder.save(name, bytes(50_000))
     for name in names[:8]:
@@ -186,7 +187,7 @@ def test_manifests_need_no_room_where_the_slots_are_claimed(small_tmpfs: Path) -
         name: 50_000 if step % 2 else 2000 for step, name in enumerate(names) if step >= 92
     }
     assert adopted.skipped == {}
-    adopted.save(ManifestFolder.name_of(ShardId("j", 1, 100, 3), "ab"), b"small")
+    adopted.save(manifest_name(ShardId("j", 1, 100, 3), "ab"), b"small")
     assert len(journal.records()) == len(names)
     filler.end()
     journal.close()

@@ -11,7 +11,7 @@ import torch
 from link_site import WAIT_S, Site, together
 
 import memstore.client.puts
-import memstore.shell.arena.replica_store
+import memstore.core.arena.replica_store
 from memstore.client.ticket import Ticket
 from memstore.core.format.manifest import chunk_digest
 from memstore.errors import CommitError
@@ -39,7 +39,7 @@ def digested(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(view.nbytes)
         return chunk_digest(view)
 
-    monkeypatch.setattr(memstore.shell.arena.replica_store, "chunk_digest", counted)
+    monkeypatch.setattr(memstore.core.arena.replica_store, "chunk_digest", counted)
     return found
 
 

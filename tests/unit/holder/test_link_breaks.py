@@ -20,7 +20,7 @@ from link_site import WAIT_S, Site, Stop, break_link, bring_here, state, togethe
 import memstore.client.connect
 import memstore.client.reader
 import memstore.client.restore
-import memstore.shell.arena.replica_store
+import memstore.core.arena.replica_store
 from memstore.client.ticket import Ticket
 from memstore.core.arena.slot_table import SlotState
 from memstore.core.format.manifest import chunk_digest
@@ -179,8 +179,8 @@ def test_an_abandon_under_a_seal_fails_that_put_only(
     site = make_site("a")
     (store,) = site.connect()
     store.put(1, state(1)).wait("committed", WAIT_S)
-    stop = Stop(memstore.shell.arena.replica_store.Manifest)
-    monkeypatch.setattr("memstore.shell.arena.replica_store.Manifest", stop)
+    stop = Stop(memstore.core.arena.replica_store.Manifest)
+    monkeypatch.setattr("memstore.core.arena.replica_store.Manifest", stop)
     ticket = store.put(2, state(2))
     assert stop.at.wait(WAIT_S)
     store.puts.skip(Ticket(3), "no room")

@@ -11,6 +11,8 @@ from typing import Any, cast
 
 import pytest
 
+from memstore.core.arena.claimed_memory import Limit
+from memstore.core.arena.replica_store import ReplicaStore
 from memstore.core.arena.share import PeerShare
 from memstore.core.wire.codec import Message, encode
 from memstore.core.wire.frame import Kind
@@ -18,7 +20,7 @@ from memstore.core.wire.handshake import HolderIdentity
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.peer_messages import Abort, Admitted, Done, HasCopy, Offer, Ping, Refused
 from memstore.errors import PeerUnreachable
-from memstore.shell.arena.replica_store import ReplicaStore
+from memstore.shell.arena.host_store import open_store
 from memstore.shell.net.channel import Channel, Frame
 from memstore.shell.peer.server import PeerServer
 from memstore.testing.clusters.scratch_folder import scratch_folder
@@ -51,7 +53,7 @@ class Moments:
 @pytest.fixture
 def replicas() -> Iterator[ReplicaStore]:
     with scratch_folder() as folder:
-        made = ReplicaStore.open(folder, limit_bytes=8 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES)
+        made = open_store(folder, chunk_bytes=CHUNK_BYTES, limit=Limit(8 * CHUNK_BYTES))
         yield made
         made.close()
 

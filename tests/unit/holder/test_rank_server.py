@@ -19,6 +19,7 @@ from memstore.config import Config
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
+from memstore.core.format.manifest import manifest_name
 from memstore.core.holder import ranks
 from memstore.core.wire.calls import AskStatus, RankCall, ReadStep
 from memstore.core.wire.codec import encode
@@ -42,7 +43,6 @@ from memstore.core.wire.replies import ShardStaged, Status
 from memstore.core.wire.reports import Called, HolderMessage, RankArrived, RankGone
 from memstore.errors import ConfigError, FencedError
 from memstore.shell.arena.lock import process_start_time
-from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.holder import rank_server
 from memstore.shell.holder.holder import Holder
 from memstore.shell.host.identity import HostIdentity, read_boot_id
@@ -318,7 +318,7 @@ def test_a_read_whose_manifest_was_damaged_is_answered(site: Site, hello: Callab
     replica, answer = stored(site)
     channel = hello(1)
     number = ask(site, channel, READ)
-    path = site.holder.folder / "manifests" / ManifestFolder.name_of(replica.shard, replica.spec.digest)
+    path = site.holder.folder / "manifests" / manifest_name(replica.shard, replica.spec.digest)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     site.holder.ranks.answer(number, encode(answer), None)
     refused = receive(channel)

@@ -11,7 +11,9 @@ import pytest
 from msgspec import structs
 
 from memstore.core.arena.replica_index import StagedKey, StoredReplica
+from memstore.core.arena.replica_store import VERIFY_AGE_S, ReplicaStore
 from memstore.core.arena.slot_table import Owner
+from memstore.core.format.manifest import manifest_name
 from memstore.core.holder import persist
 from memstore.core.holder.holder_io import HolderIo
 from memstore.core.holder.inventory import report_copy
@@ -34,8 +36,6 @@ from memstore.core.wire.orders import (
 from memstore.core.wire.peer_messages import FetchManifest, Verify
 from memstore.core.wire.reports import Freed, HolderMessage, IntoChecked, Report, Sealed, StageEnded
 from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
-from memstore.shell.arena.manifests import ManifestFolder
-from memstore.shell.arena.replica_store import VERIFY_AGE_S, ReplicaStore
 from memstore.shell.holder.holder import Holder
 from memstore.shell.holder.rank_connections import RankConnection
 from memstore.shell.peer.client import Peer
@@ -284,7 +284,7 @@ def test_a_staging_that_fails_leaves_nothing_pinned(
 
 def damage_manifest(holder: Holder, stored: StoredReplica) -> None:
     """Flip a bit in the file of a manifest."""
-    path = holder.folder / "manifests" / ManifestFolder.name_of(stored.shard, stored.spec.digest)
+    path = holder.folder / "manifests" / manifest_name(stored.shard, stored.spec.digest)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memstore.core.arena.claimed_memory import Limit
 from memstore.core.arena.replica_index import StoredReplica
+from memstore.core.arena.replica_store import ReplicaStore
 from memstore.core.holder.reads import fetch, partial_read
 from memstore.core.wire.calls import AskSteps, ReadRanges, ReadStep
 from memstore.core.wire.codec import encode
@@ -22,7 +24,6 @@ from memstore.core.wire.rank_messages import AskAnswered
 from memstore.core.wire.replies import ChunksStaged, ShardPlaced, StepList
 from memstore.errors import CapacityError, ConfigError, DigestMismatch, IntegrityError, PeerTimeout, RecoveryError
 from memstore.shell.arena.page_locks import lock_free
-from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.arena.slot_headers import SLOTS_NAME
 from memstore.shell.holder.holder import Holder
 from memstore.shell.peer.client import Peer
@@ -222,7 +223,7 @@ def test_readers_of_one_host_take_turns_where_room_is_tight(
     stored = seal(a.replicas)
     others = seal(a.replicas, bytes(range(101, 109)), ShardId("train", 1, 2, 2))
     b.replicas.ensure_free(16)
-    b.replicas.room.limit_bytes = len(b.replicas.table.slots) * CHUNK_BYTES
+    b.replicas.room.limit = Limit(len(b.replicas.table.slots) * CHUNK_BYTES)
     whole = b.replicas.take_slots(len(b.replicas.table.slots) - 8)
     assert stage(b, order(stored, [[0, 8]], 1)) == {}
     with pytest.raises(CapacityError):

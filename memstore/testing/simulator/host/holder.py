@@ -5,6 +5,7 @@ It begins them when an order, a message of a rank or the time demands it, as she
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections.abc import Generator
@@ -14,6 +15,8 @@ from typing import cast
 
 from msgspec import structs
 
+from memstore.core.arena.claimed_memory import Limit
+from memstore.core.arena.replica_store import ReplicaStore, Store
 from memstore.core.holder import answers, ranks
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.holder_io import Lane
@@ -46,7 +49,6 @@ from memstore.core.wire.orders import (
     TakeIncarnation,
 )
 from memstore.core.wire.rank_messages import PutReady
-from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.pending_calls import Calls
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.peer.outgoing_shard import OutgoingShards
@@ -90,9 +92,10 @@ class SimHolder:
             lambda *call: self.send_event(CallReceived(self.host_id, *call)), first=info.incarnation << 32
         )
         memory.is_cut, memory.crash_in = False, None
-        self.replicas = ReplicaStore(
-            MemoryArena(memory, SLOTS_MAX), MemoryManifests(memory), limit_bytes=SLOTS_MAX * memory.chunk_bytes,
-            chunk_bytes=memory.chunk_bytes, clock=MachineClock(memory, lambda: world.now), is_alive=world.is_alive,
+        self.replicas: Store = ReplicaStore(
+            MemoryArena(memory, SLOTS_MAX), MemoryManifests(memory), chunk_bytes=memory.chunk_bytes,
+            limit=Limit(SLOTS_MAX * memory.chunk_bytes), clock=MachineClock(memory, lambda: world.now),
+            is_alive=world.is_alive, lock=contextlib.nullcontext(), room_lock=contextlib.nullcontext(),
         )  # fmt: skip
         self.peer_server = PeerServer(
             self.replicas, self.host_id, is_fenced=self.fences.is_fenced, on_sealed=self._copy_sealed,

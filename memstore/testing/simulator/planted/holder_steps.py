@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+from memstore.core.arena.replica_store import ReplicaStore, Store
 from memstore.core.history import orphans
 from memstore.core.holder import idle_time, incarnation, ranks
 from memstore.core.holder.puts import seal
 from memstore.core.holder.sessions import Sessions
 from memstore.core.holder.state import HolderState, SubmittedPut
 from memstore.core.wire.rank_messages import StepLevel
-from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.testing.simulator.planted.bug import nothing, planted, row
 from memstore.testing.simulator.run.cluster import Cluster
 from memstore.testing.simulator.world.scenario import Fault
@@ -39,7 +39,7 @@ async def lease_freed_by_timeout(real: Any, io: Any, state: HolderState) -> None
 
 
 @planted("lease-freed-by-a-broken-link", "R8", "R8", Fault(3.0, "kill-holder", (0,)), at=(ReplicaStore, "confirm"))
-def lease_freed_by_a_broken_link(real: Any, self: ReplicaStore, owner: Any, held: Any) -> Any:
+def lease_freed_by_a_broken_link(real: Any, self: Store, owner: Any, held: Any) -> Any:
     """Leases end with the link, and a rank that comes back still uses its slots."""
     self.reclaim(owner)
     return []

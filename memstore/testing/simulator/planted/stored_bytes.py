@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from memstore.core.arena import adoption
 from memstore.core.arena.replica_index import LOCAL_SENDER, IncomingReplica, ReplicaIndex, StoredReplica
+from memstore.core.arena.replica_store import ReplicaStore, Store
 from memstore.core.arena.slot_table import SlotState, SlotTable
+from memstore.core.format.manifest import manifest_name
 from memstore.core.holder.puts import seal
 from memstore.core.wire.peer_messages import Verified
 from memstore.core.wire.rank_messages import PutReady
-from memstore.shell.arena import adoption
-from memstore.shell.arena.manifests import ManifestFolder
-from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.peer.server import PeerServer
 from memstore.testing.simulator.planted.bug import BETWEEN_STEPS, planted, row
@@ -39,7 +39,7 @@ class _Equal:
 
 @planted("digest-skipped-on-arrival", "R14", "R6", Fault(3.0, "flip-in-transit", count=4),
          at=(ReplicaStore, "keep_chunks"))  # fmt: skip
-def digest_skipped_on_arrival(real: Any, self: ReplicaStore, replica: IncomingReplica, arrived: Any) -> Any:
+def digest_skipped_on_arrival(real: Any, self: Store, replica: IncomingReplica, arrived: Any) -> Any:
     """A chunk from a peer is kept without comparing its digest."""
     for index, number, nbytes, _ in arrived:
         self.index.fill(replica, index, number, replica.digests[index], nbytes, self.clock.time())
@@ -71,16 +71,16 @@ def have_without_a_reference(real: Any, self: Any, replica: IncomingReplica, ind
 
 
 @planted("free-before-unlink", "R7", "R7", *CRASHES, step_s=0.15, at=(ReplicaStore, "_discard"))
-def free_before_unlink(real: Any, self: ReplicaStore, gone: list[StoredReplica]) -> None:
+def free_before_unlink(real: Any, self: Store, gone: list[StoredReplica]) -> None:
     """A dropped replica's slots are freed before its manifest is unlinked."""
     for stored in gone:
         self.index.free(stored)
         self.flush()
-        self.manifests.remove(ManifestFolder.name_of(stored.shard, stored.spec.digest))
+        self.manifests.remove(manifest_name(stored.shard, stored.spec.digest))
 
 
 @planted("ack-before-the-manifest", "R7", "I4", at=(ReplicaStore, "finish"))
-def ack_before_the_manifest(real: Any, self: ReplicaStore, name: str, *manifest: Any) -> Any:
+def ack_before_the_manifest(real: Any, self: Store, name: str, *manifest: Any) -> Any:
     """A replica is acknowledged although its manifest was never stored."""
     if name == LOCAL_SENDER:
         return real(self, name, *manifest)
@@ -92,15 +92,15 @@ def ack_before_the_manifest(real: Any, self: ReplicaStore, name: str, *manifest:
 def manifest_before_the_chunks() -> Any:
     """The manifest is stored before the headers of its slots say sealed."""
     finish, flush = ReplicaStore.finish, ReplicaStore.flush
-    finishing: list[ReplicaStore] = []
+    finishing: list[Store] = []
 
-    def late(self: ReplicaStore) -> None:
+    def late(self: Store) -> None:
         kept = {n for n in self.table.dirty if self.table.slots[n].state is SlotState.SEALED and self not in finishing}
         self.table.dirty -= kept
         flush(self)
         self.table.dirty |= kept
 
-    def early(self: ReplicaStore, name: str, *manifest: Any) -> StoredReplica:
+    def early(self: Store, name: str, *manifest: Any) -> StoredReplica:
         finishing.append(self)
         try:
             return finish(self, name, *manifest)

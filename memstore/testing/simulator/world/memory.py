@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from memstore.core.arena.memory_ports import SlotHeader
 from memstore.errors import CapacityError, MemstoreError
 from memstore.shell.arena.arena import Arena
 from memstore.shell.arena.manifests import ManifestFolder
-from memstore.shell.arena.slot_headers import SlotHeader
 
 
 class Crashed(Exception):

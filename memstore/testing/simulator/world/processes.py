@@ -10,6 +10,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from memstore.core.arena.replica_store import Store
 from memstore.core.arena.slot_table import Owner
 from memstore.core.controller.machine import ControllerMachine
 from memstore.core.format.manifest import Manifest
@@ -20,7 +21,6 @@ from memstore.core.wire.orders import Order
 from memstore.core.wire.rank_messages import HolderEvent, PutReady
 from memstore.core.wire.replies import ShardPlaced
 from memstore.core.wire.reports import Inventory
-from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.pending_calls import Calls
 from memstore.shell.peer.server import PeerServer
 from memstore.testing.simulator.world.memory import Memory
@@ -86,7 +86,7 @@ class Holder(Process, Protocol):
 
     host_id: str
     memory: Memory
-    replicas: ReplicaStore
+    replicas: Store
     peer_server: PeerServer
     sessions: Sessions[Session]
     calls: Calls  # that no controller has answered

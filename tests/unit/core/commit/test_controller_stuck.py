@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from memstore.core.arena.claimed_memory import Limit
 from memstore.core.arena.replica_index import StoredReplica
+from memstore.core.arena.replica_store import ReplicaStore
 from memstore.core.arena.share import PeerShare
 from memstore.core.cluster.facts import StepSkipped
 from memstore.core.journal.records import Entry
@@ -18,7 +20,7 @@ from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import PushCopy, Reserve
 from memstore.core.wire.peer_messages import Admitted, Offer
 from memstore.errors import CapacityError
-from memstore.shell.arena.replica_store import ReplicaStore
+from memstore.shell.arena.host_store import open_store
 from memstore.shell.peer.server import INCOMING_IDLE_S, PeerServer
 from memstore.testing.clusters.scratch_folder import scratch_folder
 from memstore.testing.controller.holder import FakeHolder
@@ -239,7 +241,7 @@ class LateClock:
 def replicas() -> Iterator[ReplicaStore]:
     """A replica store with room for eight chunks."""
     with scratch_folder() as folder:
-        made = ReplicaStore.open(folder, limit_bytes=8 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES)
+        made = open_store(folder, chunk_bytes=CHUNK_BYTES, limit=Limit(8 * CHUNK_BYTES))
         made.ensure_free(8)
         yield made
         made.close()

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from memstore.core.arena.memory_ports import ManifestFiles, SlotMemory
 from memstore.core.arena.replica_index import ReplicaIndex
 from memstore.core.arena.slot_table import Owner, Slot, SlotState
-from memstore.core.format.manifest import chunk_digest, decode_manifest, shard_digest, spec_of
+from memstore.core.format.manifest import chunk_digest, decode_manifest, manifest_name, shard_digest, spec_of
 from memstore.errors import DigestMismatch, MemstoreError
-from memstore.shell.arena.arena import Arena
-from memstore.shell.arena.manifests import ManifestFolder
 
 
 def adopt(
-    arena: Arena,
-    manifests: ManifestFolder,
+    arena: SlotMemory,
+    manifests: ManifestFiles,
     replica_index: ReplicaIndex,
     now: float,
     is_alive: Callable[[int, int], bool],
@@ -61,7 +60,7 @@ def _adopt_manifest(replica_index: ReplicaIndex, name: str, data: bytes) -> str:
     """Add a manifest's shard to the index; return why it cannot be, or ""."""
     try:
         manifest, digest = decode_manifest(data), shard_digest(data)
-        if name != ManifestFolder.name_of(manifest.shard, digest):
+        if name != manifest_name(manifest.shard, digest):
             raise DigestMismatch(f"manifest file {name} does not hold what its name says")
         replica_index.adopt(
             manifest.shard, spec_of(manifest, digest),

@@ -9,11 +9,13 @@ that are referenced (sealed). Read core/arena/replica_index.py and core/arena/sl
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-from pathlib import Path
+from contextlib import AbstractContextManager
+from typing import Any, Generic, TypeVar
 
+from memstore.core.arena.adoption import adopt
+from memstore.core.arena.claimed_memory import ClaimedMemory, Limit
+from memstore.core.arena.memory_ports import Clock, ManifestFiles, SealFollower, SlotHeader, SlotMemory
 from memstore.core.arena.replica_index import LOCAL_SENDER, IncomingReplica, ReplicaIndex, StagedKey, StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner, SlotState, SlotTable
@@ -24,19 +26,15 @@ from memstore.core.format.manifest import (
     chunk_sizes,
     decode_manifest,
     encode_manifest,
+    manifest_name,
     shard_digest,
     spec_of,
 )
 from memstore.errors import CapacityError, ConfigError, DigestMismatch, IntegrityError
-from memstore.shell.arena.adoption import adopt
-from memstore.shell.arena.arena import Arena
-from memstore.shell.arena.claimed_memory import Admit, ClaimedMemory
-from memstore.shell.arena.lock import is_alive
-from memstore.shell.arena.manifests import ManifestFolder
-from memstore.shell.arena.slot_headers import SlotHeader
-from memstore.shell.arena.store_ports import Clock, SealFollower
 from recovery.inventory import ShardId
 
+M_co = TypeVar("M_co", bound=SlotMemory, covariant=True)
+F_co = TypeVar("F_co", bound=ManifestFiles, covariant=True)
 _NO_DIGEST, _WITHOUT_OWNER = bytes(16), Owner(0, 0)
 PIN_S = 600.0  # longest a reader may keep a replica (R7)
 # After its step was dropped a reader keeps a replica only this long: puts wait for its slots, by default 5 s (R11).
@@ -45,45 +43,36 @@ MapChunks = Callable[[Callable[[memoryview], bytes], Sequence[memoryview]], Iter
 VERIFY_AGE_S = 300.0  # an older slot is digested again before it stands in for an offered chunk (R13)
 
 
-class ReplicaStore:
+class ReplicaStore(Generic[M_co, F_co]):
     """Everything one host stores, behind one lock."""
 
     def __init__(
-        self,
-        arena: Arena,
-        manifests: ManifestFolder,
-        *,
-        limit_bytes: int,
-        chunk_bytes: int,
-        limit_why: str = "arena_bytes",
-        admit: Admit | None = None,
-        clock: Clock = time,
-        is_alive: Callable[[int, int], bool] = is_alive,
-    ) -> None:
-        self.lock = threading.RLock()
+        self, arena: M_co, manifests: F_co, *, chunk_bytes: int, limit: Limit, clock: Clock,
+        is_alive: Callable[[int, int], bool], lock: AbstractContextManager[Any], room_lock: AbstractContextManager[Any],
+    ) -> None:  # fmt: skip
+        """Adopt what an earlier holder left (R6).
+
+        Args:
+            arena: The memory of its slots.
+            manifests: The manifests of what is stored.
+            chunk_bytes: The size of a slot.
+            limit: The most that it may claim.
+            clock: Says when slots were verified, and when pins end.
+            is_alive: Says of (pid, start time) whether that process lives: its leases outlive the holder (R8).
+            lock: The lock of all that it has; a thread may take it again.
+            room_lock: Held while the arena grows or shrinks.
+        """
+        self.lock = lock
         self.arena, self.manifests, self.clock = arena, manifests, clock
         self.chunk_bytes = chunk_bytes
         self.table = SlotTable(arena.slots_count)
         self.index = ReplicaIndex(self.table)
         self.room = ClaimedMemory(
-            arena, self.index, self.lock, lambda: self.flush(), chunk_bytes=chunk_bytes, limit_bytes=limit_bytes,
-            limit_why=limit_why, admit=admit,
-        )  # fmt: skip
+            arena, self.index, lock, room_lock, lambda: self.flush(), chunk_bytes=chunk_bytes, limit=limit
+        )
         self.on_damaged: Callable[[StoredReplica], None] = lambda stored: None  # gets copies found damaged on the way
         self.adoption_notes = adopt(arena, manifests, self.index, clock.time(), is_alive)
         self.flush()
-
-    @classmethod
-    def open(
-        cls, folder: Path, *, limit_bytes: int, chunk_bytes: int, limit_why: str = "arena_bytes",
-        admit: Admit | None = None,
-    ) -> ReplicaStore:  # fmt: skip
-        """Create the replica store of a host in an arena folder, or adopt an earlier holder's (R6)."""
-        arena = Arena.open(folder, limit_bytes=limit_bytes, chunk_bytes=chunk_bytes)
-        return cls(
-            arena, ManifestFolder.open(folder), limit_bytes=limit_bytes, chunk_bytes=chunk_bytes, limit_why=limit_why,
-            admit=admit,
-        )  # fmt: skip
 
     def close(self) -> None:
         """Unmap; the files stay for the next holder."""
@@ -294,7 +283,7 @@ class ReplicaStore:
                 raise IntegrityError(f"{manifest.shard} of {name} {what} before it was sealed: put it again")
             known = self.index.find(manifest.shard, digest)
             if known is None or known.is_nameless:  # else only lost chunks came back: it is there
-                self.manifests.save(ManifestFolder.name_of(manifest.shard, digest), manifest_data)
+                self.manifests.save(manifest_name(manifest.shard, digest), manifest_data)
             stored = self.index.finish(name, manifest.shard, spec_of(manifest, digest))
             self.flush()
         return stored
@@ -311,7 +300,7 @@ class ReplicaStore:
     def manifest(self, stored: StoredReplica) -> bytes:
         """Return the manifest bytes of a stored replica; DigestMismatch if they are not those that were stored."""
         try:
-            data = self.manifests.load(ManifestFolder.name_of(stored.shard, stored.spec.digest))
+            data = self.manifests.load(manifest_name(stored.shard, stored.spec.digest))
         except ConfigError as exc:  # it is no regular file any more, or longer than a manifest can be
             raise DigestMismatch(f"the manifest of {stored.shard}: {exc}", shard=str(stored.shard)) from exc
         found = shard_digest(data)
@@ -335,7 +324,7 @@ class ReplicaStore:
         """Write the manifest of a stored replica again, from another copy, unless the replica was dropped meanwhile."""
         with self.lock:
             if self.index.find(stored.shard, stored.spec.digest) is stored:
-                self.manifests.save(ManifestFolder.name_of(stored.shard, stored.spec.digest), data)
+                self.manifests.save(manifest_name(stored.shard, stored.spec.digest), data)
                 stored.is_nameless = False
 
     def pin(
@@ -449,7 +438,7 @@ class ReplicaStore:
     def _discard(self, gone: Sequence[StoredReplica]) -> None:
         """Unlink, then free (R7); the caller holds the lock since it took the replicas out of the index."""
         for stored in gone:
-            self.manifests.remove(ManifestFolder.name_of(stored.shard, stored.spec.digest))
+            self.manifests.remove(manifest_name(stored.shard, stored.spec.digest))
             self.index.free(stored)
             self.flush()
 
@@ -462,7 +451,10 @@ class ReplicaStore:
                 "used_bytes": used * self.chunk_bytes,
                 "reserved_bytes": max(reserved, used) * self.chunk_bytes,
                 "claimed_bytes": self.table.claimed_count * self.chunk_bytes,
-                "limit_bytes": self.room.limit_bytes,
+                "limit_bytes": self.room.limit.nbytes,
                 "shards": len(self.index.shards),
                 "leased_slots": sum(len(n) for n in self.table.leases.values()),
             }
+
+
+Store = ReplicaStore[SlotMemory, ManifestFiles]  # of any host, real or simulated

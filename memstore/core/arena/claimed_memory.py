@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
+from memstore.core.arena.memory_ports import SlotMemory
 from memstore.core.arena.replica_index import ReplicaIndex
 from memstore.core.arena.share import PeerShare
 from memstore.errors import CapacityError
-from memstore.shell.arena.arena import Arena
-from memstore.shell.arena.memory_limits import beyond_limit, gib
 
-Admit = Callable[[int, int], str | None]  # (asked bytes, claimed bytes) -> why this machine has no room for it, or None
+_SIZES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"))
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The most that one arena may claim."""
+
+    nbytes: int
+    why: str = "arena_bytes"  # what set it
+    remedies: str = "raise arena_bytes"  # where it is reached
+    admit: Callable[[int, int], str | None] = lambda asked_bytes, claimed_bytes: None
+    """Says why this machine has no room for so many bytes, with so many claimed; None if it has."""
 
 
 class ClaimedMemory:
@@ -21,21 +31,20 @@ class ClaimedMemory:
     Args:
         arena: The arena whose pages are claimed and given back.
         replica_index: The index of the stored replicas, under `index_lock`.
+        lock: Held while the arena grows or shrinks.
         flush: Records which slots are free; called under `index_lock`.
         chunk_bytes: The size of a slot.
-        limit_bytes: The most that may be claimed, for the reason `limit_why`.
-        admit: Returns why the machine has no room for more, or None.
+        limit: The most that may be claimed.
     """
 
     def __init__(
-        self, arena: Arena, replica_index: ReplicaIndex, index_lock: AbstractContextManager[object],
-        flush: Callable[[], None], *, chunk_bytes: int, limit_bytes: int, limit_why: str, admit: Admit | None,
+        self, arena: SlotMemory, replica_index: ReplicaIndex, index_lock: AbstractContextManager[object],
+        lock: AbstractContextManager[object], flush: Callable[[], None], *, chunk_bytes: int, limit: Limit,
     ) -> None:  # fmt: skip
         self._arena, self._index, self._index_lock, self._flush = arena, replica_index, index_lock, flush
-        self._chunk_bytes, self._admit = chunk_bytes, admit
-        self.limit_bytes, self.limit_why = limit_bytes, limit_why
+        self._chunk_bytes, self.limit = chunk_bytes, limit
         self.overlooked: set[int] = set()  # slots whose readers outlived their pins: one may still look at them (R7)
-        self.lock = threading.Lock()
+        self.lock = lock
 
     def claim(
         self, job: str, share: PeerShare, on_step: Callable[[int, int], None] = lambda done, wanted: None
@@ -115,14 +124,14 @@ class ClaimedMemory:
         if missing <= 0:
             return
         claimed_bytes, asked_bytes = table.claimed_count * chunk_bytes, slots_count * chunk_bytes
-        if asked_bytes > self.limit_bytes:
+        if asked_bytes > self.limit.nbytes:
             raise CapacityError(
-                f"the arena needs {gib(asked_bytes)}, may take {gib(self.limit_bytes)} ({self.limit_why}), has "
-                f"{gib(claimed_bytes)} now; do one of: {beyond_limit(self.limit_why)}",
+                f"the arena needs {gib(asked_bytes)}, may take {gib(self.limit.nbytes)} ({self.limit.why}), has "
+                f"{gib(claimed_bytes)} now; do one of: {self.limit.remedies}",
                 asked_bytes=asked_bytes,
-                limit_bytes=self.limit_bytes,
+                limit_bytes=self.limit.nbytes,
             )
-        refusal = self._admit(asked_bytes, claimed_bytes) if self._admit else None
+        refusal = self.limit.admit(asked_bytes, claimed_bytes)
         if refusal is not None:
             raise CapacityError(refusal, asked_bytes=asked_bytes)
         unbacked = table.unbacked[:missing]
@@ -144,3 +153,9 @@ class ClaimedMemory:
             kept = self._arena.give_back(chosen)
             with self._index_lock:
                 self._index.table.fill(kept)
+
+
+def gib(nbytes: int) -> str:
+    """Return a size for people."""
+    size, unit = next((kind for kind in _SIZES if abs(nbytes) >= kind[0]), _SIZES[-1])
+    return f"{nbytes / size:.1f} {unit}"
