@@ -84,17 +84,14 @@ PICKLES = {
     **dict.fromkeys(("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"), "call"),
 }
 # Transformers reads the folder it resumes from with torch.load(weights_only=True); nothing of ours reads it.
-# An export in torch's format, and the objects of one in DCP's, are by definition what torch.save writes.
+# The objects of an export are by definition what torch.save writes.
 WRITES_TORCH_FILES = {
     "memstore/adapters/transformers.py",
-    "memstore/exchange/step_view.py",
-    "memstore/exchange/put_tree.py",
+    "memstore/exchange/step_items.py",
 }
-# What a user asks to import: rank files (weights_only unless reported otherwise), DCP's metadata under a list of
-# classes.
+# What a user asks to import: DCP's metadata, under a list of classes.
 READS_PICKLES = {
-    ("memstore/exchange/importing.py", "torch.load"),
-    ("memstore/exchange/dcp_files.py", "pickle"),
+    ("memstore/exchange/importing.py", "pickle"),
 }
 BANNED_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 
