@@ -1,30 +1,26 @@
-"""The place in the data as part of a step's state: after a recovery no sample comes twice and none is missing.
+"""The place in the data as part of a step's state, divided among any number of ranks: no sample twice, none missing.
 
-How to use it, and what each kind of loader needs: docs/guide/data.md. The position is the one after the batches that
-the loop took from `Batches`; what workers have prefetched does not count. At the end of an epoch it is that of the old
-epoch with nothing left.
+How to use it: docs/guide/data.md. The position is the one after the batches that the loop took from `Batches`; what
+workers have prefetched does not count. At the end of an epoch it is that of the old epoch with nothing left. A loader
+that need not change its number of ranks is torchdata's StatefulDataLoader, which keeps its own position.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 import random
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import GeneratorType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import Sampler
 
 from memstore.config import check_whole
 from memstore.errors import ConfigError
 
-_UNSEEDED = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-_beginnings: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # loader -> state before its first batch
 _END = object()
 
 
@@ -111,23 +107,33 @@ class Batches(Iterator[Any]):
     """The batches of a loader, epoch after epoch without end, with the position for `put` and `get(into=)`.
 
     Make a new one at each start, and at each entry of a function that recovers in place. `len()` is the number of
-    batches of an epoch, where the source has one. To begin at a position changes no random state of the process: what
-    the loader draws then, such as its workers' seed, follows from torch's initial seed and the epoch.
+    batches of an epoch. To begin at a position loads nothing, and changes no random state of the process: what the
+    loader draws then, such as its workers' seed, follows from torch's initial seed and the epoch.
 
     Args:
-        source: A DataLoader with a `SampleOrder`; or a loader with state_dict(); or an iterable that can be begun
-            again; or a function of the epoch's number that returns such an iterable.
+        loader: A DataLoader with a `SampleOrder` as batch_sampler.
 
     Raises:
-        ConfigError: The source cannot be begun again, draws its order from a generator that no position has, or is of
-            Accelerate.
+        ConfigError: It is another one, such as torchdata's StatefulDataLoader, which is a part of a state by itself.
     """
 
-    def __init__(self, source: Iterable[Any] | Callable[[int], Iterable[Any]]) -> None:
+    def __init__(self, loader: Iterable[Any]) -> None:
+        order = getattr(loader, "batch_sampler", None)
+        if hasattr(loader, "base_dataloader"):
+            raise ConfigError(
+                f"a {type(loader).__name__} of Accelerate takes a batch ahead, and deals batches to the ranks: give "
+                "Batches the DataLoader from before accelerator.prepare(), and move its batches to accelerator.device"
+            )
+        if not isinstance(order, SampleOrder):
+            raise ConfigError(
+                f"Batches takes a DataLoader(dataset, batch_sampler=SampleOrder(...)), not a {type(loader).__name__} "
+                "without one. torchdata's StatefulDataLoader needs no Batches: it is a part of the state by itself"
+            )
         self.epoch = 0  # of the last batch
         self._taken = 0  # batches of the running iterator that the loop took
         self._iterator: Iterator[Any] | None = None  # by this name Lightning ends it, and its workers, with a fit
-        self._source = _source_of(source)
+        self._loader, self._order = loader, order
+        order.go_to(0, 0)
 
     def __next__(self) -> Any:
         for _ in range(2):  # an epoch that was restored at its end has no batch left; the next one has
@@ -135,37 +141,37 @@ class Batches(Iterator[Any]):
                 if self._taken:  # Lightning ended it
                     self.load_state_dict(self.state_dict())
                 with _apart(self.epoch):
-                    self._iterator = self._source.begin(self.epoch)
+                    self._order.go_to(self.epoch, self._order.consumed)
+                    self._iterator = _begun(self._loader)
             batch = next(self._iterator, _END)
             if batch is not _END:
                 self._taken += 1
                 return batch
-            self._iterator, self._taken, self.epoch = None, 0, self.epoch + 1
-            with _apart(self.epoch):
-                self._source.begin_next()
-        raise ConfigError(f"epochs {self.epoch - 2} and {self.epoch - 1} have no batch: the data is empty")
+            self._iterator, self._taken, self.epoch, self._order.consumed = None, 0, self.epoch + 1, 0
+        raise ConfigError(f"epochs {self.epoch - 2} and {self.epoch - 1} have no batch: the loader yields none")
 
     def __len__(self) -> int:
-        return len(self._source)
+        return self._order.epoch_batches
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that the loop took."""
-        return {"epoch": self.epoch, **self._source.position(self._taken)}
+        order = self._order
+        consumed = min(order.length, order.consumed + self._taken * order.global_batch)
+        return {"epoch": self.epoch, "consumed": consumed, "order": order.name}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position; whatever was prefetched is dropped.
 
         Raises:
-            ConfigError: It is a position in another order, or of another kind of source.
+            ConfigError: It is a position in another order.
         """
-        if (key := self._source.key) not in state:
-            found = ", ".join(name for name in state if name != "epoch")
+        if state.get("order") != self._order.name:
             raise ConfigError(
-                f"a position in the data was stored with {found}, and this source needs {key!r}: it was stored with "
-                "another kind of source. Use that kind, or begin a job of another name"
+                f"the position was stored in an order of {state.get('order')}, and this one is of {self._order.name}: "
+                "its samples are others. Use the same data and seed, or begin a job of another name"
             )
         self._iterator, self._taken, self.epoch = None, 0, int(state["epoch"])
-        self._source.go_to(self.epoch, state)
+        self._order.go_to(self.epoch, int(state["consumed"]))
 
 
 class RandomStates:
@@ -199,136 +205,6 @@ def set_host_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["cpu"])
 
 
-class _Source(Protocol):
-    """How a kind of source is begun at a position; `key` is an entry of its positions."""
-
-    key: str
-
-    def __len__(self) -> int: ...
-    def begin(self, epoch: int) -> Iterator[Any]: ...
-    def begin_next(self) -> None: ...
-    def position(self, taken: int) -> dict[str, Any]: ...
-    def go_to(self, epoch: int, position: dict[str, Any]) -> None: ...
-
-
-def _source_of(source: Any) -> _Source:
-    if hasattr(source, "base_dataloader"):
-        raise ConfigError(
-            f"a {type(source).__name__} of Accelerate takes a batch ahead, and deals batches to the ranks: give "
-            "Batches the DataLoader from before accelerator.prepare(), and move its batches to accelerator.device"
-        )
-    order = getattr(source, "batch_sampler", None)
-    if isinstance(order, SampleOrder):
-        return _Ordered(source, order)
-    for sampler in _parts(source):
-        if isinstance(sampler, _UNSEEDED):
-            raise ConfigError(
-                f"the order of a {type(sampler).__name__} comes from a generator that no position has: use "
-                "memstore.adapters.data.SampleOrder as batch_sampler, a DistributedSampler, or torchdata's "
-                "StatefulDataLoader with shuffle=True"
-            )
-    if callable(getattr(source, "state_dict", None)) and callable(getattr(source, "load_state_dict", None)):
-        return _Stateful(source)
-    if isinstance(source, Iterator):
-        raise ConfigError(
-            f"a {type(source).__name__} cannot be begun again: give Batches the iterable, or a function of the epoch's "
-            "number that returns the epoch's batches"
-        )
-    return _Counted(source)
-
-
-class _Ordered:
-    """A DataLoader with a `SampleOrder`: nothing is loaded to get to a position."""
-
-    key = "consumed"
-
-    def __init__(self, loader: Iterable[Any], order: SampleOrder) -> None:
-        self._loader, self._order = loader, order
-        order.go_to(0, 0)
-
-    def __len__(self) -> int:
-        return self._order.epoch_batches
-
-    def begin(self, epoch: int) -> Iterator[Any]:
-        self._order.go_to(epoch, self._order.consumed)
-        return _begun(self._loader)
-
-    def begin_next(self) -> None:
-        self._order.consumed = 0
-
-    def position(self, taken: int) -> dict[str, Any]:
-        order = self._order
-        return {"consumed": min(order.length, order.consumed + taken * order.global_batch), "order": order.name}
-
-    def go_to(self, epoch: int, position: dict[str, Any]) -> None:
-        if position["order"] != self._order.name:
-            raise ConfigError(
-                f"the position was stored in an order of {position['order']}, and this one is of {self._order.name}: "
-                "its samples are others. Use the same data and seed, or begin a job of another name"
-            )
-        self._order.go_to(epoch, int(position["consumed"]))
-
-
-class _Stateful:
-    """A loader that keeps its own position, of what the loop took."""
-
-    key = "loader"
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-        self._at: dict[str, Any] = {}  # its state where the epoch's iteration begins; {}: as it is
-        if loader in _beginnings:  # it was begun before: in place, in a former generation
-            loader.load_state_dict(copy.deepcopy(_beginnings[loader]))
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def begin(self, epoch: int) -> Iterator[Any]:
-        _set_epoch(self._loader, epoch)
-        if self._loader not in _beginnings:
-            _beginnings[self._loader] = copy.deepcopy(self._loader.state_dict())
-        return _begun(self._loader)
-
-    def begin_next(self) -> None:
-        self._at = self._loader.state_dict()
-
-    def position(self, taken: int) -> dict[str, Any]:
-        return {"loader": self._loader.state_dict() if taken else self._at}
-
-    def go_to(self, epoch: int, position: dict[str, Any]) -> None:
-        self._at = position["loader"]
-        if self._at:
-            self._loader.load_state_dict(self._at)
-
-
-class _Counted:
-    """An iterable, or a function of the epoch: batches up to the position are loaded and dropped."""
-
-    key = "batches"
-
-    def __init__(self, source: Any) -> None:
-        self._source, self._skipped = source, 0
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def begin(self, epoch: int) -> Iterator[Any]:
-        _set_epoch(self._source, epoch)
-        batches: Iterator[Any] = iter(self._source(epoch) if callable(self._source) else self._source)
-        for _ in itertools.islice(batches, self._skipped):
-            pass
-        return batches
-
-    def begin_next(self) -> None:
-        self._skipped = 0
-
-    def position(self, taken: int) -> dict[str, Any]:
-        return {"batches": self._skipped + taken}
-
-    def go_to(self, epoch: int, position: dict[str, Any]) -> None:
-        self._skipped = int(position["batches"])
-
-
 @contextmanager
 def _apart(epoch: int) -> Iterator[None]:
     """Give the block random states of its own, and the process its own ones back: a put may have stored them."""
@@ -348,16 +224,3 @@ def _begun(loader: Iterable[Any]) -> Iterator[Any]:
     if isinstance(batches, GeneratorType):
         return itertools.chain(list(itertools.islice(batches, 1)), batches)
     return batches
-
-
-def _parts(loader: Any) -> list[Any]:
-    """Return what of a loader may follow the epoch, or shuffle."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    parts = (loader, batch_sampler, *(getattr(loader, name, None) for name in ("sampler", "dataset")))
-    return [*parts, getattr(batch_sampler, "sampler", None)]
-
-
-def _set_epoch(loader: Any, epoch: int) -> None:
-    for part in _parts(loader):
-        if callable(getattr(part, "set_epoch", None)):
-            part.set_epoch(epoch)

@@ -46,7 +46,6 @@ CASES = {
     "at-an-epochs-end": (ordered, {(0, 0): 11, (1, 2): 15}),
     "before-any-commit": (ordered, {(0, 2): 0}),
     "torchdata": (stateful, {(0, 1): 10}),
-    "torchdata-before-any-commit": (stateful, {(0, 2): 0}),
 }
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,16 +58,20 @@ def stateful_loader(rank: int, world_size: int) -> Any:
     )
 
 
-LOADERS = {"ordered": ordered_loader, "stateful": stateful_loader}
+def epochs_of(loader: Any, first_step: int) -> Iterator[Any]:
+    """Yield torchdata's batches from this step's on, whose sampler is told the epoch."""
+    for epoch in itertools.count(first_step // (LENGTH // GLOBAL_BATCH)):
+        loader.sampler.set_epoch(epoch)
+        yield from loader
 
 
 def train(store_name: str, job: str, kind: str, faults: Mapping[tuple[int, int], int]) -> DataEnd:
-    """Train to the end, with the loader that a former generation kept.
+    """Train to the end, with the loader that a former generation kept, or a new one of torchdata's.
 
     Args:
         store_name: The store to put into.
         job: The job's name.
-        kind: A key of LOADERS.
+        kind: "ordered" or "stateful".
         faults: (generation, rank) -> the step that this rank trains and does not put, because it is killed.
     """
     now = generation()
@@ -77,14 +82,16 @@ def train(store_name: str, job: str, kind: str, faults: Mapping[tuple[int, int],
     config = memstore.Config(store=store_name, interface="127.0.0.1", connect_timeout_s=60)
     with memstore.connect(job, config=config) as store:
         if not now.kept:
-            now.kept.update(loader=LOADERS[kind](store.rank, store.world_size), pids=set())
-        data = Batches(now.kept["loader"])
+            now.kept.update(loader=ordered_loader(store.rank, store.world_size), pids=set())
+        is_ordered = kind == "ordered"
+        data = Batches(now.kept["loader"]) if is_ordered else stateful_loader(store.rank, store.world_size)
         state = {"trained": trained, "data": data}
         got = store.get(into=state)
         first = got.step + 1 if got else 0
+        batches = data if is_ordered else epochs_of(data, first)
         before = set(now.kept["pids"])
         for step in range(first, STEPS):
-            indices, loaded_by = next(data)
+            indices, loaded_by = next(batches)
             pids.update(loaded_by.tolist())
             now.kept["pids"].update(pids)
             batch = torch.zeros(store.world_size, len(indices), dtype=torch.long)

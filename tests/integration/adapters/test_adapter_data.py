@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,7 +33,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
 
 def ordered(rank: int, world_size: int) -> Any:
     order = SampleOrder(LENGTH, global_batch=GLOBAL_BATCH, rank=rank, world_size=world_size, drop_last=False)
-    return DataLoader(range(LENGTH), batch_sampler=order)  # type: ignore[arg-type]
+    return Batches(DataLoader(range(LENGTH), batch_sampler=order))  # type: ignore[arg-type]
 
 
 def stateful(rank: int, world_size: int) -> Any:
@@ -43,30 +44,36 @@ def stateful(rank: int, world_size: int) -> Any:
     )
 
 
+def endless(data: Any) -> Iterator[Any]:
+    """Return the batches of epoch after epoch; a StatefulDataLoader is begun with the first one, after its load."""
+    return itertools.chain.from_iterable(itertools.repeat(data))
+
+
 def train(
     config: Config, loader: Callable[[int, int], Any], rank: int, world_size: int, launch: str, last: int,
     **shard: int,
 ) -> tuple[int, Trained]:  # fmt: skip
     """Train to a step as one launch's rank, and run ahead of it in the data; return the first step and all samples."""
-    data, trained, weights = Batches(loader(rank, world_size)), {}, torch.zeros(8)
+    data, trained, weights = loader(rank, world_size), {}, torch.zeros(8)
+    batches = endless(data)
     state = {"weights": weights, "data": data}
     with connect("data", rank=rank, world_size=world_size, attempt=launch, config=config, **shard) as store:
         got = store.get(into=state, timeout_s=CALL_S)
         first = got.step + 1 if got else 0
         assert got is None or weights[0] == got.step
         for step in range(first, last + 1):
-            trained[step] = next(data).tolist()
+            trained[step] = next(batches).tolist()
             ticket = store.put(step, {"weights": weights.fill_(step), "data": data})
         ticket.wait("committed", timeout_s=CALL_S)
         for _ in range(2):
-            next(data)  # of steps that are trained and never put
+            next(batches)  # of steps that are trained and never put
     return first, trained
 
 
 @pytest.mark.parametrize("loader", [ordered, stateful])
 def test_a_restart_goes_on_with_the_next_batch(config: Config, loader: Callable[[int, int], Any]) -> None:
     """Within an epoch, at its end and in later ones: as if nothing had been."""
-    data = Batches(loader(0, 1))
+    data = endless(loader(0, 1))
     unbroken = {step: next(data).tolist() for step in range(STEPS)}
     trained: Trained = {}
     for launch, last in enumerate((*FAILS_AFTER, STEPS - 1)):
@@ -78,7 +85,7 @@ def test_a_restart_goes_on_with_the_next_batch(config: Config, loader: Callable[
 
 def test_dcp_loads_the_position(config: Config) -> None:
     """As a part of the state like any other."""
-    data, again = Batches(ordered(0, 1)), Batches(ordered(0, 1))
+    data, again = ordered(0, 1), ordered(0, 1)
     for _ in range(7):
         next(data)
     with connect("dcp", rank=0, world_size=1, attempt="first", config=config) as store:
@@ -91,7 +98,7 @@ def test_dcp_loads_the_position(config: Config) -> None:
 
 def test_another_number_of_ranks_goes_on_with_the_next_samples(config: Config) -> None:
     """Ranks that share a shard put one position for all: two, three and one of them train as one would."""
-    data = Batches(ordered(0, 1))
+    data = ordered(0, 1)
     unbroken = {step: next(data).tolist() for step in range(STEPS)}
     trained: Trained = {}
     for world_size, last in zip((2, 3, 1, 2), (*FAILS_AFTER, STEPS - 1), strict=True):
