@@ -157,6 +157,8 @@ def write_put_step(
             if first.setdefault(name, key) != key:
                 path, name = (f"rank{owner:05d}", *path), f"rank{owner:05d}.{name}"
                 per_rank.add(name)
+                if first.setdefault(name, key) != key:
+                    raise UnsupportedState(f"{name!r} is a name of the state, and of what rank {owner} has: rename it")
             entry, metadata.planner_data[name] = entries.setdefault(name, entry), path
             index = MetadataIndex(name, None if chunk is None else chunk.offsets)
             if index in written or (chunk is None and node is not None):

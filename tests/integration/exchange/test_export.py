@@ -157,6 +157,14 @@ def test_what_ranks_share_stands_once_and_what_differs_once_per_rank(cluster: Pr
     assert torch.equal(got["early"]["rng"], torch.ones(40_000))
 
 
+def test_a_name_of_the_state_that_means_another_rank_too_is_refused(cluster: ProcessCluster, tmp_path: Path) -> None:
+    """Nothing is written over what the state has under the name that a differing leaf of rank 1 gets."""
+    own = {"rank00001": {"x": torch.zeros(3)}}
+    put(cluster, "taken", [{**own, "x": torch.full((3,), float(rank))} for rank in range(2)])
+    said = refused(cluster, "taken", tmp_path / "out", "--format", "dcp")
+    assert "'rank00001.x' is a name of the state, and of what rank 1 has: rename it" in said
+
+
 @pytest.mark.parametrize(
     ("shape", "placements"), [((1,), [Shard(0)]), ((2,), [Shard(0)]), ((2, 2), [Replicate(), Shard(1)])]
 )
