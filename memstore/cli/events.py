@@ -272,7 +272,6 @@ LINES: dict[str, Callable[[Event], str]] = {
     "repaired": _repaired,
     "durable": lambda e: f"step {e['step']} durable{_took(e, 'write')}",
     "durable_failed": lambda e: f"durable write of step {e['step']} FAILED: {e['why']}",
-    "durable_keys": lambda e: f"NOT ONE KEY: {e['why']}",
     "not_expired": lambda e: f"closed and over, and its RAM is kept: {e['why']}",
     "durable_abandoned": lambda e: f"durable write of step {e['step']} abandoned: {e['why']}",
     "scrub": lambda e: (

@@ -113,14 +113,6 @@ class DurableWriteEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class DurableKeysDiffer:
-    """Hosts do not have one durable_key_file."""
-
-    job: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
 class JobKept:
     """A closed job's RAM was not freed: durable storage lacks its newest step."""
 
@@ -139,5 +131,5 @@ class JobForgotten:
 
 Happened = (
     CommitApplied | DrainChanged | PersistAsked | AttemptBegun | AttemptUnfenced | RankGone | ReplicasDiffer
-    | ReplicasAgree | RoundReleased | RoundFailed | DurableWriteEnded | DurableKeysDiffer | JobKept | JobForgotten
+    | ReplicasAgree | RoundReleased | RoundFailed | DurableWriteEnded | JobKept | JobForgotten
 )  # fmt: skip

@@ -80,8 +80,7 @@ class Inputs:
             reports.IntoChecked: lambda host, report: p.rounds.checked(state.now, report),
             reports.SliceWritten: p.durable.slice_written,
             reports.MarkerWritten: p.durable.marker_written,
-            reports.TornStepRemoved: p.durable.torn_step_removed,
-            reports.KeyNamed: p.durable.key_named,
+            reports.StepRemoved: p.durable.step_removed,
             reports.MarkersListed: self._markers,
             reports.MarkersUnread: self._markers,
             reports.CopiesVerified: queries.verified,
@@ -168,5 +167,5 @@ class Inputs:
         self.parts.attempts.fenced(self.state.now, host, report.job, report.attempt)
 
     def _markers(self, host: str, report: reports.MarkersListed | reports.MarkersUnread) -> None:
-        why = self.parts.durable_markers.answered(host, report)
+        why = self.parts.durable_markers.answered(report)
         self.parts.durable_checks.answered(host, report, why)

@@ -17,7 +17,6 @@ from memstore.core.cluster.state import ClusterState
 from memstore.core.commit.commits import StepCommits
 from memstore.core.durable.checks import DurableChecks
 from memstore.core.durable.departures import Departures
-from memstore.core.durable.keys import DurableKeys
 from memstore.core.durable.last_copies import LastCopies
 from memstore.core.durable.looks import DurableLooks
 from memstore.core.durable.marker_listing import DurableMarkers
@@ -64,14 +63,13 @@ class Parts:
         self.repair = Repair(state, out, self.view, self.drops, self.room, self.steps)
         # durable
         self.durable_states = DurableStates(state)
-        self.durable_keys = DurableKeys(state, out)
         self.durable_markers = DurableMarkers(state, out, self.durable_states)
-        self.durable_checks = DurableChecks(state, out, self.durable_states, self.durable_keys)
+        self.durable_checks = DurableChecks(state, out, self.durable_states)
         self.durable_looks = DurableLooks(state, self.durable_states, self.durable_checks)
         self.last_copies = LastCopies(state, out, self.durable_checks)
-        self.persists = Persists(state, out, self.durable_states, self.durable_keys, self.durable_checks)
+        self.persists = Persists(state, out, self.durable_states, self.durable_checks)
         self.durable = DurableOrders(
-            state, out, self.view, self.steps, self.retention, self.durable_states, self.durable_keys, self.persists
+            state, out, self.view, self.steps, self.retention, self.durable_states, self.persists
         )
         self.departures = Departures(state, out, self.durable_checks, self.persists)
         # attempts
@@ -94,7 +92,7 @@ class Parts:
         self.recorder = EventRecorder(state, out, self.repair.pushes, self.departures, term)
         self.roll_calls = RollCalls(state, self.room, self.attempts)
         self.status = StatusReport(
-            state, term, self.view, self.drains, self.room, self.repair.pushes, self.durable_states, self.durable_keys,
+            state, term, self.view, self.drains, self.room, self.repair.pushes, self.durable_states,
             self.departures, self.attempts, self.recorder.watch,
         )  # fmt: skip
         self.dry_runs = DryRuns(state, out, self.durable_states, self.durable_looks, self.status)

@@ -26,7 +26,6 @@ def facts(p: Parts) -> Mapping[type[f.Fact], tuple[Fact, ...]]:
         f.AttemptOpened: (
             lambda fact, past: p.attempts.apply_opened(state.now, fact, is_replay=past),
             lambda fact, past: p.orphans.begun(fact.job),
-            lambda fact, past: None if past else p.durable_keys.ask(state.jobs[fact.job]),
         ),
         f.SlotsReserved: (lambda fact, past: p.room.apply_claimed(fact, is_replay=past),),
         f.PutIntervalSet: (lambda fact, past: p.put_interval_rounds.apply(fact),),
@@ -93,7 +92,6 @@ def reactions(p: Parts, membership: Membership) -> Mapping[type[e.Happened], tup
         e.RoundReleased: (record.restored,),
         e.RoundFailed: (record.restore_failed,),
         e.DurableWriteEnded: (record.durable,),
-        e.DurableKeysDiffer: (record.durable_keys,),
         e.JobKept: (record.not_expired,),
         e.JobForgotten: (
             *(lambda event, part=part: part.forget(event.fact.job) for part in forgetting),

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import ClusterState
-from memstore.core.durable.keys import DurableKeys
-from memstore.core.durable.paths import place_of
+from memstore.core.durable.paths import other_key, place_of
 from memstore.core.durable.states import DurableStates
 from memstore.core.wire.ids import WireStep
 from memstore.core.wire.orders import ListMarkers
@@ -49,8 +48,8 @@ class Check:
 class DurableChecks:
     """Questions under way, and the hosts whose last look found something wrong."""
 
-    def __init__(self, state: ClusterState, out: Effects, states: DurableStates, keys: DurableKeys) -> None:
-        self.state, self.out, self.states, self.keys = state, out, states, keys
+    def __init__(self, state: ClusterState, out: Effects, states: DurableStates) -> None:
+        self.state, self.out, self.states = state, out, states
         self.checks: list[Check] = []
         self.faults: dict[str, tuple[float, str]] = {}  # host -> when its last look found something wrong, and what
 
@@ -69,10 +68,7 @@ class DurableChecks:
         able = [host for host in hosts.live_ids() if hosts.is_answering(host) and host not in asked]
         if place is None or not able or len(asked) >= HOSTS_MAX:
             return False
-        marker = job.markers.get(check.step) if check.step is not None else None
-        keys = self.keys.of(job.name).names if marker is not None and marker.key else {}
-        wrong = {host for host, key in keys.items() if marker is not None and key != marker.key}
-        host = min(able, key=lambda h: (h in wrong, self.faults.get(h, (-math.inf,))[0], h))
+        host = min(able, key=lambda h: (self.faults.get(h, (-math.inf,))[0], h))
         call, check.asked_s = self.states.next_call(), self.state.now
         check.waits[call] = host
         step = WireStep.of(check.step) if check.step is not None else None
@@ -92,7 +88,7 @@ class DurableChecks:
                 lacks = lacks or "durable storage does not have its marker any more"
             elif not lacks and marker.key not in ("", report.key):
                 check.needs_key = True
-                why = f"it needs key {marker.key}, the durable_key_file has {report.key or 'none'}"
+                why = other_key(marker.key, report.key)
         if why:
             self._failed(check, call, why)
             return

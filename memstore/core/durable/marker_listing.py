@@ -46,15 +46,15 @@ class DurableMarkers:
         self.out.send(host, ListMarkers(job=name, durable=durable, call=call))
         return call
 
-    def answered(self, host_id: str, report: MarkersListed | MarkersUnread) -> str:
+    def answered(self, report: MarkersListed | MarkersUnread) -> str:
         """Take a list of markers, and let its caller go on; return why there is none, or ""."""
-        why = self.listed(host_id, report)
+        why = self.listed(report)
         then = self._then.pop(report.call, None)
         if then is not None:
             then(why)
         return why
 
-    def listed(self, host_id: str, report: MarkersListed | MarkersUnread) -> str:
+    def listed(self, report: MarkersListed | MarkersUnread) -> str:
         """Take a host's list of a job's markers as the present content of durable storage. Return why not, or "".
 
         Where all are damaged it holds what no reader can use: that is no reason to start from nothing (R23).
@@ -68,7 +68,7 @@ class DurableMarkers:
         state.is_listed = not damaged
         if damaged and damaged != state.unread:
             self.out.log(f"job {name!r}: durable storage: {damaged}", "warning")
-        problem, state.unread = state.unread, damaged
+        state.unread = damaged
         if report.markers:
             self.state.jobs.setdefault(name, Job(name))
         job = self.state.jobs.get(name)
@@ -104,13 +104,6 @@ class DurableMarkers:
                 "warning",
             )
         state.left_alone = others
-        newest = max(job.markers.values(), key=lambda marker: marker.step, default=None)
-        if newest is not None and newest.key not in ("", report.key):
-            have = f"has key {report.key}" if report.key else "has no durable_key_file"
-            why = f"step {newest.step.step} needs key {newest.key}, and {host_id} {have}: give the file of that key"
-            state.unread = why
-            if why != problem:
-                self.out.log(f"job {name!r}: durable {why}", "warning")
         return "" if report.markers else damaged
 
 

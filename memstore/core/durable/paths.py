@@ -55,6 +55,19 @@ def slice_name(rank: int, number: int, digest: str, key: str = "") -> str:
     return f"rank-{rank}.{number}.{digest}" + (f".{key}" if key else "")
 
 
+def other_key(needed: str, here: str) -> str:
+    """Say that a step's key is not the one that a host has, which may have none, and what to do.
+
+    >>> other_key("a", "b")
+    'it is under key a, durable_key_file here has key b: put the file of key a here; a new key belongs on every host'
+    """
+    has = f"key {here}" if here else "none"
+    return (
+        f"it is under key {needed}, durable_key_file here has {has}: put the file of key {needed} here; "
+        "a new key belongs on every host"
+    )
+
+
 def step_path(where: str, job: str, *names: object) -> str:
     """Return the place of a job, attempt, step or file below `where`, after checking names from outside.
 

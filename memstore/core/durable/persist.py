@@ -22,7 +22,6 @@ from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.step_lookup import Refusal, named_step, why_not_whole
 from memstore.core.durable.checks import DurableChecks
-from memstore.core.durable.keys import DurableKeys
 from memstore.core.durable.states import DurableStates
 from memstore.core.schedule.durable_interval import retire
 from memstore.core.wire.calls import PersistStep
@@ -55,10 +54,8 @@ class Wish:
 class Persists:
     """Steps that are wanted on durable storage now, of all jobs."""
 
-    def __init__(
-        self, state: ClusterState, out: Effects, states: DurableStates, keys: DurableKeys, checks: DurableChecks
-    ) -> None:
-        self.state, self.out, self.states, self.keys, self.checks = state, out, states, keys, checks
+    def __init__(self, state: ClusterState, out: Effects, states: DurableStates, checks: DurableChecks) -> None:
+        self.state, self.out, self.states, self.checks = state, out, states, checks
         self.wishes: dict[str, dict[StepId, Wish]] = {}
 
     def ask(self, job: Job, call: Call[PersistStep]) -> None:
@@ -207,8 +204,6 @@ class Persists:
         """Return why a step's write waits, or why it failed."""
         state = self.states.of(job.name)
         active = state.active
-        if active is not None and active.step == step and active.phase == "asking":
-            return f"waiting for the name of the key of {_named(self.keys.of(job.name).waits)}"
         if active is not None and active.step == step:
             hosts = set(active.waits.values())
             return f"{_named(hosts)} still write{'s' if len(hosts) == 1 else ''}"

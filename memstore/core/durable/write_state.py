@@ -22,8 +22,9 @@ class Write:
     place: DurablePlace
     waits: dict[Piece, str]  # piece that is not written yet -> host that writes it
     specs: dict[int, ShardSpec]
-    phase: Literal["asking", "writing", "marking"] = "asking"
-    key: str = ""  # name of the key that all its slices are under
+    phase: Literal["writing", "marking"] = "writing"
+    key: str | None = None  # name of the key that all its slices are under; None: no host has written any
+    other_keys: dict[str, str] = field(default_factory=dict)  # host that has another key -> its name
     failed: dict[Piece, set[str]] = field(default_factory=dict)  # hosts that could not write it
     reported: set[str] = field(default_factory=set)  # hosts that wrote something
 
@@ -53,7 +54,7 @@ class DurableState:
     # step whose marker was written or removed -> the newest list that was asked for before: it may not show that
     changed: dict[StepId, int] = field(default_factory=dict)
     left_alone: set[int] = field(default_factory=set)  # attempts that another run of this name wrote: a warning said so
-    key: str | None = None  # of the last write
+    key: str | None = None  # of the last write; None: there was none, or hosts have another one
     last_done_s: float | None = None
     write_s: float | None = None  # duration of the last write
     stuck: set[str] = field(default_factory=set)  # hosts that the next write does without, where others can

@@ -1,12 +1,14 @@
 """Who writes which part of which step to durable storage, and when the marker may follow. Pure (R31).
 
-idle --due--> [asking for keys] --> writing (every host its slices) --all slices reported--> marking --> done: idle
-                 |  ^--------- next is due: abandoned and counted ----------'
+idle --due--> writing (every host its slices) --all slices reported--> marking --> done: idle
+                 |  ^--- next is due: abandoned and counted ---'
                  |  a slice failed, or its writer died: another holder of the shard writes it
                  |--no host is left to write it--> idle, with the reason in status; tried again when next due
                  '--the step was retired--> idle, without a marker; a torn step's marker is taken back
 
 The holders of a shard share its slices, so that each writes a part of it, all at once, and every byte is written once.
+All slices are under one key: that of the write before or, without one, of the host that reports first. A host with
+another key fails with its slices, and is named.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from memstore.core.cluster.events import DurableWriteEnded
 from memstore.core.cluster.failures import mtbf_s
 from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState
+from memstore.core.cluster.text import named_hosts
 from memstore.core.commit.commits import StepCommits
-from memstore.core.durable.keys import DurableKeys, chosen
-from memstore.core.durable.paths import place_of, storage_of
+from memstore.core.durable.paths import other_key, place_of, storage_of
 from memstore.core.durable.persist import Persists
 from memstore.core.durable.slice_format import slices_count
 from memstore.core.durable.states import DurableStates
@@ -35,18 +37,17 @@ from memstore.core.wire.orders import (
     Lineage,
     RankSpec,
     RemoveStep,
-    RemoveTornStep,
     SlicesOfShard,
-    StopWriting,
     WriteMarker,
     WriteSlices,
 )
-from memstore.core.wire.reports import KeyNamed, MarkerWritten, SliceWritten, TornStepRemoved
+from memstore.core.wire.reports import MarkerWritten, SliceWritten, StepRemoved
 from memstore.intervals import Every, parse_every
 from recovery.inventory import DurableMarker, StepId
 from recovery.lineage import in_lineage
 
 FAILED_AGAIN_S = 60.0  # a step whose write failed may be written again after that, though no newer one was committed
+KEYS_NAMED_MAX = 3
 TAKE_BACK_S = 30.0  # after that the removal of a torn step is ordered again: its host died, or storage failed
 
 
@@ -55,10 +56,10 @@ class DurableOrders:
 
     def __init__(
         self, state: ClusterState, out: Effects, view: ClusterView, steps: StepCommits, retention: Retention,
-        states: DurableStates, keys: DurableKeys, persists: Persists,
+        states: DurableStates, persists: Persists,
     ) -> None:  # fmt: skip
         self.state, self.out, self.view, self.steps, self.retention = state, out, view, steps, retention
-        self.states, self.keys, self.persists = states, keys, persists
+        self.states, self.persists = states, persists
         state.holds.add("a durable write", self._held, is_in_use=True)
 
     def _held(self, job: Job) -> set[StepId]:
@@ -75,8 +76,6 @@ class DurableOrders:
         if write is not None and write.phase != "marking" and write.place != place_of(attempt.config):
             self._abandon(job, state, "a newer attempt writes to another place")
         self._give_up_retired(now, job, attempt, state)
-        if state.active is not None and state.active.phase == "asking" and self.keys.is_known(job.name):
-            self._begin(job, attempt, state, state.active)
         if self._put_first(now, job, attempt, state):
             return
         if not self.states.is_known(job) and not state.unread:
@@ -135,12 +134,12 @@ class DurableOrders:
         if write is not None and write.step in job.retired and write.phase != "marking":
             self._report_retired(job, write)
             self._stop(job, state)
-            self._remove(job, write.place, write.step, is_torn=False)
+            self._remove(job, write.place, write.step, only_unmarked=True)
         in_progress, place = (state.active.step if state.active is not None else None), place_of(attempt.config)
         for step in sorted(job.torn - state.taken_back - {in_progress}):
             if now - state.ordered_back_s.get(step, -math.inf) < TAKE_BACK_S:
                 continue
-            if place is None or not self._remove(job, place, step, is_torn=True):
+            if place is None or not self._remove(job, place, step, only_unmarked=False):
                 return
             state.ordered_back_s[step] = now
             job.markers.pop(step, None)
@@ -151,45 +150,26 @@ class DurableOrders:
         why = f"it was retired: {job.retired[write.step]}"
         self.out.emit(DurableWriteEnded(job.name, write.step, "abandoned", write.since_s, why))
 
-    def _remove(self, job: Job, place: DurablePlace, step: StepId, *, is_torn: bool) -> bool:
-        """Have what storage holds of a step removed, the marker of a torn one too; False if no host is there."""
+    def _remove(self, job: Job, place: DurablePlace, step: StepId, *, only_unmarked: bool) -> bool:
+        """Have what storage holds of a step removed; False if no host is there."""
         able = [host for host in self.state.hosts.live_ids() if self.state.hosts.is_answering(host)]
         if able:
             host = min(able, key=self.states.of(job.name).stuck.__contains__)
-            row = WireStep.of(step)
-            if is_torn:
-                self.out.send(host, RemoveTornStep(job=job.name, durable=place, step=row))
-            else:
-                self.out.send(host, RemoveStep(job=job.name, durable=place, step=row, only_unmarked=True))
+            self._order_removal(host, job, place, step, only_unmarked=only_unmarked)
         return bool(able)
+
+    def _order_removal(self, host: str, job: Job, place: DurablePlace, step: StepId, *, only_unmarked: bool) -> None:
+        row = WireStep.of(step)
+        self.out.send(host, RemoveStep(job=job.name, durable=place, step=row, only_unmarked=only_unmarked))
 
     def _start(self, now: float, job: Job, attempt: Attempt, state: DurableState, step: StepId) -> None:
         write = Write(step, now, storage_of(attempt.config), {}, {})
         state.active, state.last_started_s, state.last_started_step = write, now, step
         state.failed_s = math.inf
-        self.keys.ask(job)
-        if self.keys.is_known(job.name):
-            self._begin(job, attempt, state, write)
-
-    def _begin(self, job: Job, attempt: Attempt, state: DurableState, write: Write) -> None:
-        """Share the slices among the holders that have the write's key, and order them."""
-        keys, step = self.keys.of(job.name), write.step
-        if not self.states.is_whole(job, step):
-            state.problem = f"step {step.step} has no live copy of some shard any more"
-            self._abandon(job, state, state.problem)
-            return
-        if attempt.config.get("durable_key_file"):
-            key = chosen(keys.names, [self.states.writers(job, step, rank) for rank in job.copies[step]], state.key)
-            if key is None:
-                why = f"step {step.step} cannot be written under one key. {keys.problem or 'No host said its key'}"
-                self._fail(job, state, write, why)
-                self.persists.refuse(job, step, ("ConfigError", f"job {job.name!r}: {why}"))
-                return
-            write.key = state.key = key
-        write.phase = "writing"
+        write.key = (state.key or None) if write.place.key_file else ""
         for rank, hosts in job.copies[step].items():
             owner = self.view.owner_host(job, attempt, rank)
-            able = [host for host in self.states.writers(job, step, rank) if self._has_key(job, write, host)]
+            able = self.states.writers(job, step, rank)
             able = sorted(able, key=owner.__ne__)  # the owner first: it alone writes a small shard
             spec = write.specs[rank] = hosts[able[0]].spec
             able = [host for host in able if hosts[host].spec == spec]
@@ -197,9 +177,6 @@ class DurableOrders:
             count = slices_count(spec)
             write.waits.update({(rank, number): able[number * len(able) // count] for number in range(count)})
         self._order_slices(job, write, set(write.waits))
-
-    def _has_key(self, job: Job, write: Write, host: str) -> bool:
-        return not write.key or self.keys.of(job.name).names.get(host) == write.key
 
     def _order_slices(self, job: Job, write: Write, pieces: set[Piece]) -> None:
         """Send every host the `pieces` that it writes."""
@@ -220,7 +197,7 @@ class DurableOrders:
             write.failed.setdefault(piece, set()).add(gone)
             copies, spec = job.copies.get(write.step, {}).get(piece[0], {}), write.specs[piece[0]]
             holders = [host for host in self.states.writers(job, write.step, piece[0]) if copies[host].spec == spec]
-            able = [h for h in holders if h not in write.failed[piece] and self._has_key(job, write, h)]
+            able = [h for h in holders if h not in write.failed[piece] and h not in write.other_keys]
             if not able:
                 return False
             busy = list(write.waits.values())
@@ -246,25 +223,19 @@ class DurableOrders:
         if state.active is not None:
             self.persists.tried(job, state.active.step)
         if state.active is not None and job.newest is not None:
-            for host in sorted(set(state.active.waits.values())):
-                self.out.send(host, StopWriting(job=job.name, step=WireStep.of(state.active.step)))
+            write, step = state.active, WireStep.of(state.active.step)
+            for host in sorted(set(write.waits.values())):
+                self.out.send(host, WriteSlices(job=job.name, durable=write.place, step=step, parts=(), key=write.key))
         state.active = None
 
-    def key_named(self, host_id: str, report: KeyNamed) -> None:
-        """A host named the key that it has, or said why it has none."""
-        self.keys.answered(host_id, report)
-        job = self.state.jobs.get(report.job)
-        if job is not None:
-            self.consider(self.state.now, job)
-
-    def torn_step_removed(self, host_id: str, report: TornStepRemoved) -> None:
-        """A host removed a torn step, or could not."""
-        step = report.step.id
-        if report.problem is None:
+    def step_removed(self, host_id: str, report: StepRemoved) -> None:
+        """A host removed a step, or could not."""
+        job, step = self.state.jobs.get(report.job), report.step.id
+        if report.problem is not None:
+            why = f"step {step.step} could not be removed from durable storage by {host_id}: {report.problem}"
+            self.out.log(f"job {report.job!r}: {why}", "warning")
+        elif not report.only_unmarked and job is not None and step in job.torn:
             self.states.of(report.job).taken_back.add(step)
-            return
-        why = f"torn step {step.step} could not be removed from durable storage by {host_id}: {report.problem}"
-        self.out.log(f"job {report.job!r}: {why}", "warning")
 
     def marker_written(self, host_id: str, report: MarkerWritten) -> None:
         """A host wrote a marker, or could not."""
@@ -285,10 +256,13 @@ class DurableOrders:
         if write.waits.get(piece) != host_id:
             return  # another host was given the slice meanwhile; what this one wrote is the same
         problem = report.problem
-        if problem is None and report.key != write.key:
-            problem = f"it was written under key {report.key}, ordered was {write.key}"
+        if problem is None and write.key is None:
+            write.key = report.key
+        if write.key is not None and report.key is not None and report.key != write.key:
+            write.other_keys[host_id] = report.key
+            problem = other_key(write.key, report.key)
         if problem is not None:
-            self._piece_failed(job, state, write, host_id, piece, problem, report.key)
+            self._piece_failed(job, state, write, host_id, piece, problem)
             return
         del write.waits[piece]
         write.reported.add(host_id)
@@ -299,49 +273,49 @@ class DurableOrders:
             return
         if not state.abandoned_in_a_row:
             state.abandoned_count = 0  # it ended in its ordinary time: storage keeps up again
-        state.active, state.abandoned_in_a_row, state.problem = None, 0, ""
+        state.active, state.abandoned_in_a_row, state.problem = None, 0, _refused(write)
         if step in job.torn:
             self._report_retired(job, write)
             self._give_up_retired(now, job, attempt, state)
             return
-        job.markers[step] = DurableMarker(step, len(write.specs), dict(write.specs), write.key)
+        job.markers[step] = DurableMarker(step, len(write.specs), dict(write.specs), write.key or "")
         state.changed[step], state.lacks = self.states.calls_count, ""
         state.last_done_s = state.seen_s[step] = now
-        state.write_s = now - write.since_s
+        state.write_s, state.key = now - write.since_s, write.key
         self.out.emit(DurableWriteEnded(job.name, step, "", write.since_s))
         self.steps.send_durable(job, step)
         spans = job.spans(attempt.attempt_number)
         keys = {s: marker.key for s, marker in job.markers.items() if in_lineage(spans, s)}
-        if not self.keys.of(job.name).problem:  # else it is unclear which key a reader will have
-            for old in retire(keys, int(attempt.config["durable_keep"]), write.key):
+        if not write.other_keys:  # else it is unclear which key a reader will have
+            for old in retire(keys, int(attempt.config["durable_keep"]), write.key or ""):
                 del job.markers[old]
                 state.changed[old] = self.states.calls_count
-                remove = RemoveStep(job=job.name, durable=write.place, step=WireStep.of(old), only_unmarked=False)
-                self.out.send(host_id, remove)
+                self._order_removal(host_id, job, write.place, old, only_unmarked=False)
         self.persists.written(job, step)
         self.retention.retain(job)
 
     def _piece_failed(
-        self, job: Job, state: DurableState, write: Write, host_id: str, piece: Piece, problem: str,
-        key: str,
-    ) -> None:  # fmt: skip
+        self, job: Job, state: DurableState, write: Write, host_id: str, piece: Piece, problem: str
+    ) -> None:
         """Give a slice to another holder of its shard; the write is over if there is none."""
         if not any(host_id in hosts for hosts in write.failed.values()):  # once a host, not once a slice
             why = f"durable write of step {write.step.step} failed on {host_id}: {problem}"
             self.out.log(f"job {job.name!r}: {why}", "warning")
         if piece != MARKER and self._move(job, write, {piece}, host_id):
             return
-        self._fail(job, state, write, problem)
-        order = RemoveStep(job=job.name, durable=write.place, step=WireStep.of(write.step), only_unmarked=True)
-        self.out.send(host_id, order)  # full storage needs the room
-        if key != write.key:  # the file was replaced meanwhile: the next write, at once, asks again
-            state.last_started_s = state.last_started_step = None
+        has_other_key = host_id in write.other_keys
+        self._fail(job, state, write, _refused(write) if has_other_key else problem)
+        self._order_removal(host_id, job, write.place, write.step, only_unmarked=True)  # full storage needs the room
+        if has_other_key and state.key is not None:  # the file was replaced: the next write, at once, takes its key
+            state.key = state.last_started_s = state.last_started_step = None
+        elif has_other_key:
+            self.persists.refuse(job, write.step, ("ConfigError", f"job {job.name!r}: {state.problem}"))
 
     def _order_marker(self, job: Job, attempt: Attempt, host_id: str, write: Write) -> None:
         write.waits[MARKER] = host_id  # its death ends the write
         source = job.attempts.get(write.step.attempt, attempt)
         order = WriteMarker(
-            job=job.name, durable=write.place, step=WireStep.of(write.step), key=write.key,
+            job=job.name, durable=write.place, step=WireStep.of(write.step), key=write.key or "",
             specs=tuple(RankSpec(rank, WireSpec.of(spec)) for rank, spec in sorted(write.specs.items())),
             lineage=Lineage(
                 attempt=source.attempt_number, parent_attempt=source.parent, parent_step=source.parent_step,
@@ -353,13 +327,11 @@ class DurableOrders:
     def forget(self, name: str) -> None:
         """Forget a removed job: another one of its name begins without history."""
         self.states.forget(name)
-        self.keys.forget(name)
 
     def host_died(self, job: Job, host_id: str) -> None:
         """Hand a dead writer's pieces to other holders; without one the write is over."""
         state, attempt = self.states.of(job.name), job.newest
         write = state.active
-        self.keys.lost(job.name, host_id)
         state.stuck.discard(host_id)  # its next process has another way to the storage
         if write is None or attempt is None or host_id not in write.waits.values():
             return
@@ -373,3 +345,12 @@ class DurableOrders:
             state.problem = f"host {host_id} died while it wrote, and no other host can write what it owed"
             self._abandon(job, state, state.problem)
             state.last_started_step = None
+
+
+def _refused(write: Write) -> str:
+    """Name the hosts that have another key than a write, with the remedy; "" if none has."""
+    if not write.other_keys:
+        return ""
+    here = ", ".join(sorted(set(write.other_keys.values()))[:KEYS_NAMED_MAX])
+    why = other_key(write.key or "", here)
+    return f"{named_hosts(write.other_keys)} wrote nothing of step {write.step.step}: {why}"

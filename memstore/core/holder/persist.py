@@ -16,36 +16,18 @@ from typing import Any
 import msgspec
 
 from memstore.core.arena.replica_index import StoredReplica
+from memstore.core.durable.paths import other_key
 from memstore.core.holder.holder_io import HolderIo, Lane, Stop
 from memstore.core.holder.inventory import report_copy
 from memstore.core.holder.state import HolderState
-from memstore.core.wire.orders import (
-    DurableOrder,
-    ListMarkers,
-    NameKey,
-    RemoveStep,
-    RemoveTornStep,
-    StopWriting,
-    WriteMarker,
-    WriteSlices,
-)
-from memstore.core.wire.reports import (
-    KeyNamed,
-    MarkersListed,
-    MarkersUnread,
-    MarkerWritten,
-    SliceWritten,
-    TornStepRemoved,
-)
+from memstore.core.wire.orders import DurableOrder, ListMarkers, RemoveStep, WriteMarker, WriteSlices
+from memstore.core.wire.reports import MarkersListed, MarkersUnread, MarkerWritten, SliceWritten, StepRemoved
 from memstore.errors import IntegrityError, MemstoreError
 from recovery.inventory import DurableMarker, ShardId
 
 
 def obey(io: HolderIo, state: HolderState, order: DurableOrder) -> None:
     """Begin what an order asks for: each storage has threads of its own, and so has a job with a cap."""
-    if isinstance(order, StopWriting):
-        stop(state, order)
-        return
     storage = (order.durable.url,)
     match order:
         case WriteSlices():
@@ -56,17 +38,8 @@ def obey(io: HolderIo, state: HolderState, order: DurableOrder) -> None:
             io.start(Lane("write", storage), marker, state, order)
         case RemoveStep():
             io.start(Lane("write", storage), remove, state, order)
-        case RemoveTornStep():
-            io.start(Lane("write", storage), remove_torn, state, order)
-        case NameKey():
-            io.start(Lane("list", storage), say_key, state, order)
         case ListMarkers():
             io.start(Lane("list", storage), markers, state, order)
-
-
-def stop(state: HolderState, order: StopWriting) -> None:
-    """Write nothing more of a step."""
-    state.stops.setdefault((order.job, order.step.id), Stop()).is_set = True
 
 
 @dataclass(frozen=True)
@@ -81,8 +54,14 @@ class Slice:
 
 
 def slices(state: HolderState, order: WriteSlices) -> list[Slice]:
-    """Return the slices of an order, each to be written; those of another step of the job stop."""
+    """Return the slices of an order, each to be written; those of another step of the job stop.
+
+    An order without slices stops its own step's.
+    """
     job, step = key = order.job, order.step.id
+    if not order.parts:
+        state.stops.setdefault(key, Stop()).is_set = True
+        return []
     for old in [k for k in state.stops if k[0] == job and k[1] != step]:
         state.stops.pop(old).is_set = True
     if key not in state.stops or state.stops[key].is_set:  # more slices may be ordered, and a step may be begun again
@@ -94,15 +73,14 @@ def slices(state: HolderState, order: WriteSlices) -> list[Slice]:
 async def write(io: HolderIo, state: HolderState, piece: Slice) -> None:
     """Write one slice and report it; report nothing if it is not wanted any more."""
     order, shard, number = piece.order, piece.shard, piece.number
-    report = SliceWritten(job=order.job, step=order.step, rank=shard.rank, number=number, key=order.key, problem=None)
+    report = SliceWritten(job=order.job, step=order.step, rank=shard.rank, number=number, key=None, problem=None)
     try:
         if not await _is_wanted(io, state, piece):
             return
         storage = await io.open_durable(order.durable)
-        if storage.key != order.key:
-            key, asked = storage.key, order.key
-            why = f"durable_key_file has key {key} here, ordered was {asked}: put the same file on all hosts"
-            report = msgspec.structs.replace(report, key=key, problem=why)
+        report = msgspec.structs.replace(report, key=storage.key)
+        if order.key is not None and order.key != storage.key:
+            report = msgspec.structs.replace(report, problem=other_key(order.key, storage.key))
         else:
             stored, manifest, chunks = await _copied(io, state, shard, piece.digest, number)
             if not await io.write_slice(storage, shard, stored.spec, number, manifest, chunks, piece.stop):
@@ -154,32 +132,19 @@ async def marker(io: HolderIo, state: HolderState, order: WriteMarker) -> None:
     record = DurableMarker(step, len(specs), specs, order.key)
     problem = await _problem_of(io, io.store_marker(place, order.job, record, order.lineage))
     state.report(MarkerWritten(job=order.job, step=order.step, key=order.key, problem=problem))
-    if problem is None:
-        await _quietly(io, io.sweep_durable(place, order.job, step))
+    if problem is not None:
+        return
+    problem = await _problem_of(io, io.sweep_durable(place, order.job, step))
+    if problem is not None:
+        await io.warn(f"durable clean-up: {problem}")
 
 
 async def remove(io: HolderIo, state: HolderState, order: RemoveStep) -> None:
-    """Remove a step from durable storage."""
-    await _quietly(io, io.remove_durable(order.durable, order.job, order.step.id, only_unmarked=order.only_unmarked))
-
-
-async def remove_torn(io: HolderIo, state: HolderState, order: RemoveTornStep) -> None:
-    """Remove a torn step from durable storage and report it: the controller waits for that."""
-    problem = await _problem_of(io, io.remove_durable(order.durable, order.job, order.step.id, only_unmarked=False))
-    state.report(TornStepRemoved(job=order.job, step=order.step, problem=problem))
-
-
-async def say_key(io: HolderIo, state: HolderState, order: NameKey) -> None:
-    """Report the name of the key that is in this host's key file now."""
-    key, problem = "", None
-    try:
-        key = (await io.open_durable(order.durable)).key
-    except MemstoreError as exc:
-        problem = str(exc)
-    except Exception as exc:
-        await io.unexpected("durable key", exc)
-        problem = repr(exc)
-    state.report(KeyNamed(job=order.job, key=key, problem=problem))
+    """Remove a step from durable storage and report it."""
+    unmarked = order.only_unmarked
+    work = io.remove_durable(order.durable, order.job, order.step.id, only_unmarked=unmarked)
+    problem = await _problem_of(io, work)
+    state.report(StepRemoved(job=order.job, step=order.step, only_unmarked=unmarked, problem=problem))
 
 
 async def markers(io: HolderIo, state: HolderState, order: ListMarkers) -> None:
@@ -213,9 +178,3 @@ async def _problem_of(io: HolderIo, work: Coroutine[Any, Any, None]) -> str | No
         await io.unexpected("durable write", exc)
         return repr(exc)
     return None
-
-
-async def _quietly(io: HolderIo, work: Coroutine[Any, Any, None]) -> None:
-    problem = await _problem_of(io, work)
-    if problem is not None:
-        await io.warn(f"durable clean-up: {problem}")

@@ -20,7 +20,7 @@ ROUTINE = frozenset({"put", "commit", "durable", "rank_left"})  # one or two for
 PROBLEMS = frozenset(
     {
         "skip", "degraded", "restore_failed", "retired", "rank_dead", "rank_ended", "host_suspect", "host_dead",
-        "replicas_differ", "ended", "unchanged", "dropped", "durable_failed", "durable_abandoned", "durable_keys",
+        "replicas_differ", "ended", "unchanged", "dropped", "durable_failed", "durable_abandoned",
         "not_expired", "scrub", "files_lost",
     }
 )  # fmt: skip

@@ -51,7 +51,7 @@ Kind = Literal[
     "host_suspect", "host_dead", "host_drains", "host_full", "holder_nice", "over_limit",
     "host_warning", "descriptors", "files_removed", "damage_found", "launch_waits", "not_whole", "step_retired",
     "few_copies", "job_ended", "ranks_ended", "ranks_unseen", "rank_late", "training_quiet", "nothing_committed",
-    "steps_skipped", "replicas_differ", "placement", "durable_off", "durable_keys", "durable_failed", "durable_missing",
+    "steps_skipped", "replicas_differ", "placement", "durable_off", "durable_failed", "durable_missing",
     "durable_abandoned"
 ]  # fmt: skip
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
@@ -432,11 +432,6 @@ def _durable_problems(name: str, newest: AttemptStatus) -> Iterator[ProblemRow]:
         yield _row(
             "durable_off", NOTE, name, f"durable off: {loses} {can} the run", None,
             'connect with Config(durable="/a/shared/directory")',
-        )  # fmt: skip
-    elif newest.durable_keys:
-        yield _row(
-            "durable_keys", DEGRADED, name, f"durable {newest.durable}: {newest.durable_keys}", newest.durable_s,
-            "put one file on every host; the next durable write asks again",
         )  # fmt: skip
     elif newest.durable_problem:
         yield _row(

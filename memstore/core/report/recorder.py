@@ -390,11 +390,6 @@ class EventRecorder:
         self.add("not_expired", job=event.job, attempt=step.attempt, step=step.step, why=event.why[:300])
 
     @never_raises
-    def durable_keys(self, event: e.DurableKeysDiffer) -> None:
-        """Record that hosts do not have the same durable_key_file (R31)."""
-        self.add("durable_keys", job=event.job, why=event.why[:300])
-
-    @never_raises
     def durable(self, event: e.DurableWriteEnded) -> None:
         """Record that a durable write ended as asked, failed or was abandoned (R31)."""
         took_s = rounded(self.state.now - event.since_s)

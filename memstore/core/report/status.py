@@ -12,7 +12,6 @@ from memstore.core.capacity.reservations import Reservations
 from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.departures import Departures
-from memstore.core.durable.keys import DurableKeys
 from memstore.core.durable.states import DurableStates
 from memstore.core.repair.pushes import Pushes
 from memstore.core.report.problems import problems
@@ -49,10 +48,10 @@ class StatusReport:
 
     def __init__(
         self, state: ClusterState, term: int, view: ClusterView, drains: Drains, room: Reservations, pushes: Pushes,
-        states: DurableStates, keys: DurableKeys, departures: Departures, attempts: Attempts, watch: RedundancyMonitor,
+        states: DurableStates, departures: Departures, attempts: Attempts, watch: RedundancyMonitor,
     ) -> None:  # fmt: skip
         self.state, self.term, self.view, self.drains, self.room, self.pushes = state, term, view, drains, room, pushes
-        self.states, self.keys, self.departures, self.attempts, self.watch = states, keys, departures, attempts, watch
+        self.states, self.departures, self.attempts, self.watch = states, departures, attempts, watch
         self._shards: dict[str, Shards] = {}
 
     def answer(self) -> Status:
@@ -184,7 +183,6 @@ class StatusReport:
             durable_seen_s=self.state.now - seen_s if seen_s is not None else None,
             durable_unseen=durable.unread or durable.lacks,
             durable_problem=durable.problem,
-            durable_keys=self.keys.of(job.name).problem,
             durable_abandoned=durable.abandoned_count,
             durable_s=self.state.now - durable.last_done_s if durable.last_done_s is not None else None,
             resume_step=attempt.resume_step,

@@ -325,14 +325,14 @@ class Lineage(Part, frozen=True):
 
 
 class WriteSlices(Message, frozen=True, tag="write_slices"):
-    """Write slices of shards; each is reported."""
+    """Write slices of shards; each is reported. Without any: write no more of the step."""
 
     job: Name
     durable: DurablePlace
     step: WireStep
     parts: tuple[SlicesOfShard, ...]
-    key: str
-    """The name of the key that they are to be under; "": none."""
+    key: str | None
+    """The name of the key that they are to be under; "": none; None: the one that the host has."""
 
 
 class WriteMarker(Message, frozen=True, tag="write_marker"):
@@ -346,36 +346,14 @@ class WriteMarker(Message, frozen=True, tag="write_marker"):
     lineage: Lineage
 
 
-class StopWriting(Message, frozen=True, tag="stop_writing"):
-    """Write no more slices of a step."""
-
-    job: Name
-    step: WireStep
-
-
 class RemoveStep(Message, frozen=True, tag="remove_step"):
-    """Remove what storage has of a step; a failure is only logged."""
+    """Remove what storage has of a step; reported."""
 
     job: Name
     durable: DurablePlace
     step: WireStep
     only_unmarked: bool
     """Leave it alone if it has a marker."""
-
-
-class RemoveTornStep(Message, frozen=True, tag="remove_torn_step"):
-    """Remove a step whose bytes are of two moments; reported (R25)."""
-
-    job: Name
-    durable: DurablePlace
-    step: WireStep
-
-
-class NameKey(Message, frozen=True, tag="name_key"):
-    """Report the name of the key that is in the job's durable_key_file here."""
-
-    job: Name
-    durable: DurablePlace
 
 
 class ListMarkers(Message, frozen=True, tag="list_markers"):
@@ -418,7 +396,7 @@ class CallRefused(Message, frozen=True, tag="call_refused"):
     message: str
 
 
-DurableOrder = WriteSlices | WriteMarker | StopWriting | RemoveStep | RemoveTornStep | NameKey | ListMarkers
+DurableOrder = WriteSlices | WriteMarker | RemoveStep | ListMarkers
 JournalOrder = JournalPage | JournalAppend | JournalReplace | JournalKeep
 Order = (
     JournalOrder

@@ -205,8 +205,8 @@ class SliceWritten(Message, frozen=True, tag="slice_written"):
     step: WireStep
     rank: Unsigned
     number: Unsigned
-    key: str
-    """The name of the key that it is under."""
+    key: str | None
+    """The name of the key that this host has; None: it did not get to look."""
     problem: str | None
 
 
@@ -219,19 +219,12 @@ class MarkerWritten(Message, frozen=True, tag="marker_written"):
     problem: str | None
 
 
-class TornStepRemoved(Message, frozen=True, tag="torn_step_removed"):
-    """A torn step is not on durable storage any more, or why it still is."""
+class StepRemoved(Message, frozen=True, tag="step_removed"):
+    """A step was removed from durable storage, or why not; with `only_unmarked` one with a marker is still there."""
 
     job: Name
     step: WireStep
-    problem: str | None
-
-
-class KeyNamed(Message, frozen=True, tag="key_named"):
-    """The name of the key in the job's durable_key_file on this host, or why there is none."""
-
-    job: Name
-    key: str
+    only_unmarked: bool
     problem: str | None
 
 
@@ -266,7 +259,7 @@ class MarkersUnread(Message, frozen=True, tag="markers_unread"):
     why: str
 
 
-DurableReport = SliceWritten | MarkerWritten | TornStepRemoved | KeyNamed
+DurableReport = SliceWritten | MarkerWritten | StepRemoved
 Report = (
     Sealed
     | Freed

@@ -309,7 +309,6 @@ class AttemptStatus(Part, frozen=True):
     durable_seen_s: float | None
     durable_unseen: str
     durable_problem: str
-    durable_keys: str
     durable_abandoned: Unsigned
     durable_s: float | None
     resume_step: Unsigned

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from memstore.core.durable.paths import other_key
 from memstore.core.durable.slice_format import KEY_NAME_BYTES, SALT_BYTES, TAG_BYTES, SliceHeader, slice_range
 from memstore.errors import ConfigError, IntegrityError
 from recovery.inventory import ShardSpec
@@ -86,14 +87,9 @@ class Codec:
 
     def _cipher(self, header: SliceHeader) -> Any:
         """Return the cipher of one slice."""
-        needed = header.key_name.hex()
-        if self.key is None:
-            raise ConfigError(f"it is encrypted with key {needed}: connect with durable_key_file= of that key")
-        if key_name(self.key) != header.key_name:
-            raise ConfigError(
-                f"it is encrypted with key {needed}, durable_key_file has key {key_name(self.key).hex()}: give the "
-                "file that it was written with"
-            )
+        here = key_name(self.key) if self.key is not None else b""
+        if self.key is None or here != header.key_name:
+            raise ConfigError(other_key(header.key_name.hex(), here.hex()))
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         return AESGCM(_derived(self.key, header.salt, b"memstore slice"))

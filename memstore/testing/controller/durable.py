@@ -44,11 +44,9 @@ class StorageUser(Protocol):
 
 
 def persist(holder: StorageUser, order: orders.DurableOrder) -> None:
-    """Do what the controller orders: report the key, write slices or the marker, or remove a step."""
+    """Do what the controller orders: write slices or the marker, or remove a step."""
     storage, problem = holder.durable, holder.durable.problem or holder.durable_problem or None
     match order:
-        case orders.NameKey():
-            holder.report(reports.KeyNamed(job=order.job, key=holder.durable_key, problem=problem))
         case orders.WriteSlices():
             _write_slices(holder, order, problem)
         case orders.WriteMarker():
@@ -57,17 +55,18 @@ def persist(holder: StorageUser, order: orders.DurableOrder) -> None:
                 storage.markers[place] = ({row.rank: row.spec.spec for row in order.specs}, order.lineage)
                 storage.marker_keys[place] = order.key
             holder.report(reports.MarkerWritten(job=order.job, step=order.step, key=order.key, problem=problem))
-        case orders.RemoveStep(only_unmarked=True):
-            storage.discarded.append((order.job, order.step.attempt, order.step.step))
-        case orders.RemoveStep() | orders.RemoveTornStep():
-            if problem is None:
-                storage.markers.pop((order.job, order.step.attempt, order.step.step), None)
-            if isinstance(order, orders.RemoveTornStep):
-                holder.report(reports.TornStepRemoved(job=order.job, step=order.step, problem=problem))
+        case orders.RemoveStep():
+            place, unmarked = (order.job, order.step.attempt, order.step.step), order.only_unmarked
+            if unmarked:
+                storage.discarded.append(place)
+            elif problem is None:
+                storage.markers.pop(place, None)
+            removed = reports.StepRemoved(job=order.job, step=order.step, only_unmarked=unmarked, problem=problem)
+            holder.report(removed)
 
 
 def _write_slices(holder: StorageUser, order: orders.WriteSlices, problem: str | None) -> None:
-    if order.key != holder.durable_key:
+    if order.key not in (None, holder.durable_key):
         problem = f"other key {holder.durable_key}"
     for part in order.parts:
         shard = part.shard.id

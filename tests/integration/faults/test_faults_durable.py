@@ -155,7 +155,7 @@ def test_a_compressed_and_encrypted_step_comes_back_with_its_key_only(tmp_path: 
         for rank in ranks:
             rank.begin("get")
         for rank in ranks:
-            with pytest.raises(RankFailed, match="encrypted with key"):
+            with pytest.raises(RankFailed, match="it is under key"):
                 rank.finish()
         wrong.kill(ranks)
         fleet = Fleet(cluster, nursery, durable_key_file=str(keys[0]), **fields)

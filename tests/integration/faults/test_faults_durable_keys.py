@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from memstore.core.durable.paths import MARKER
+from memstore.core.durable.paths import MARKER, other_key
 from memstore.shell.durable.codec import key_name
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.ranks.fleet import Fleet
@@ -64,10 +64,11 @@ def test_two_hosts_with_different_keys_write_under_one_and_say_so(
         ranks = fleet.begin(["h0", "h1"], last_step=0)
         assert ranks[0].call("wait", step=0, level="durable")["level"] == "durable"
         (job,) = cluster.status()["jobs"]
-        for host, key in keys.items():
-            assert f"{host} has key {key_name(key).hex()}" in job["durable_keys"]
         marker = next((cluster.folder.parent / "durable").rglob(MARKER)).read_text()
-        (host,) = [host for host, key in keys.items() if f'"{key_name(key).hex()}"' in marker]
+        names = {host: key_name(key).hex() for host, key in keys.items()}
+        (host,) = [host for host, name in names.items() if f'"{name}"' in marker]
+        (other,) = names.keys() - {host}
+        assert f"host {other} wrote nothing of step 0: {other_key(names[host], names[other])}" in job["durable_problem"]
         lose_all_memory(cluster, fleet, ranks)
         for folder in cluster.working_folders.values():
             put_key(folder, keys[host])
@@ -76,16 +77,17 @@ def test_two_hosts_with_different_keys_write_under_one_and_say_so(
 
 
 def test_a_step_of_single_copies_is_refused_under_two_keys(cluster: ProcessCluster, nursery: RankNursery) -> None:
-    """No host can write all of it: it has no marker, and the problem names both hosts, keys, and the remedy."""
-    for folder in cluster.working_folders.values():
-        put_key(folder, secrets.token_bytes(32))
+    """No host can write all of it: it has no marker, and the problem names a host, both keys, and the remedy."""
+    keys = [secrets.token_bytes(32) for _ in TWO_RACKS]
+    for folder, key in zip(cluster.working_folders.values(), keys, strict=True):
+        put_key(folder, key)
     with cluster:
         fleet = fleet_of(cluster, nursery, replicas=1)
         fleet.begin(["h0", "h1"], last_step=0)
         wait_for(lambda: cluster.status()["jobs"][0]["durable_problem"], "the refused write")
         (job,) = cluster.status()["jobs"]
-        assert all(f"{host} has key" in job["durable_problem"] for host in TWO_RACKS)
-        assert "Put the same file on all of them" in job["durable_problem"]
+        assert all(key_name(key).hex() in job["durable_problem"] for key in keys)
+        assert "a new key belongs on every host" in job["durable_problem"]
         assert not list((cluster.folder.parent / "durable").rglob(MARKER))
 
 

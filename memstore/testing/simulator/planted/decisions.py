@@ -235,12 +235,14 @@ def steps_mixed(real: Any, self: Staging, now: float, active: Any) -> None:
 
 
 @planted("marker-before-parts", "R31", "R31", Fault(1.0, "durable-slow", for_s=9.0), has_durable=True,
-         at=(DurableOrders, "_begin"))  # fmt: skip
-def marker_before_parts(real: Any, self: DurableOrders, job: Job, attempt: Any, state: Any, write: Any) -> None:
+         at=(DurableOrders, "_start"))  # fmt: skip
+def marker_before_parts(
+    real: Any, self: DurableOrders, now: float, job: Job, attempt: Any, state: Any, step: Any
+) -> None:
     """The durable marker is ordered together with the slices."""
-    real(self, job, attempt, state, write)
-    write.phase = "marking"
-    self._order_marker(job, attempt, sorted(write.waits.values())[0], write)
+    real(self, now, job, attempt, state, step)
+    state.active.phase = "marking"
+    self._order_marker(job, attempt, sorted(state.active.waits.values())[0], state.active)
 
 
 @planted("keys-not-compared", "R31", "R31", Fault(4.0, "rotate-key", for_s=20.0), has_durable=True)
@@ -249,19 +251,15 @@ def keys_not_compared() -> Any:
     order, written = DurableOrders._order_slices, DurableOrders.slice_written
 
     def ordered(self: DurableOrders, job: Job, write: Any, pieces: Any) -> None:
-        before = len(self.out.actions)
+        key, write.key = write.key, None
         order(self, job, write, pieces)
-        for number, action in enumerate(self.out.actions[before:], before):
-            if isinstance(action, SendOrder):
-                key = self.keys.of(job.name).names.get(action.host_id, "")
-                own: Any = structs.replace(action.order, key=key)
-                self.out.actions[number] = SendOrder(action.host_id, own)
+        write.key = key
 
     def reported(self: DurableOrders, host_id: str, report: SliceWritten) -> None:
         write = self.states.of(report.job).active
-        written(self, host_id, structs.replace(report, key=write.key) if write else report)
+        written(self, host_id, structs.replace(report, key=write.key or report.key) if write else report)
 
-    return patch.multiple(DurableOrders, _order_slices=ordered, _has_key=lambda *a: True, slice_written=reported)
+    return patch.multiple(DurableOrders, _order_slices=ordered, slice_written=reported)
 
 
 @planted("slices-of-the-dead-forgotten", "R31", "R31", Fault(5.0, "durable-slow", for_s=9.0),

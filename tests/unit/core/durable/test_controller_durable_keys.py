@@ -1,18 +1,16 @@
-"""One key for all slices of a durable step: hosts that have another one are named, and write nothing of it (R31)."""
+"""One key for all slices of a durable step: hosts that have another one fail with theirs, and are named (R31)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from memstore.core.durable.keys import chosen
+from memstore.core.durable.paths import other_key
 from memstore.core.schedule.durable_interval import retire
 from memstore.core.wire.ids import WireStep
 from memstore.core.wire.reports import SliceWritten
 from memstore.testing.controller.holder import FakeRank
 from memstore.testing.controller.world import ControllerWorld
-from recovery.inventory import ShardId, StepId
+from recovery.inventory import StepId
 
 A, B = "a" * 16, "b" * 16
 
@@ -42,46 +40,39 @@ def job_row(world: ControllerWorld, rank: FakeRank) -> dict[str, Any]:
 
 
 def test_a_step_is_written_under_one_key_and_the_other_host_is_named() -> None:
-    """Every shard is on both hosts, so one of them writes all; status and an event name both, with their keys."""
+    """Every shard is on both hosts, so one of them writes all; status names the other, both keys and the remedy."""
     world, ranks = encrypted({"h0": A, "h1": B})
-    assert world.put_all(ranks, 1, until="durable", limit_s=20.0)
-    assert world.durable.marker_keys["train", 1, 1] == A
-    assert keys_on_storage(world, 1) == {A}
-    row = job_row(world, ranks[0])
-    said = f"h0 has key {A}, h1 has key {B}"
-    assert said in row["durable_keys"]
-    [problem] = [problem for problem in row["problems"] if problem["kind"] == "durable_keys"]
-    assert said in problem["cause"]
-    assert problem["remedy"] == "put one file on every host; the next durable write asks again"
-    assert any(event["event"] == "durable_keys" for event in world.events("train"))
-    world.holders["h1"].durable_key = A  # the remedy
-    assert world.put_all(ranks, 2, until="durable", limit_s=20.0)
-    assert "durable_keys" not in {problem["kind"] for problem in job_row(world, ranks[0])["problems"]}
+    for step in (1, 2, 3):
+        assert world.put_all(ranks, step, until="durable", limit_s=20.0)
+        assert world.durable.marker_keys["train", 1, step] in keys_on_storage(world, step)
+    [key] = set(world.durable.marker_keys.values())
+    other, its = ("h1", B) if key == A else ("h0", A)
+    [problem] = [problem for problem in job_row(world, ranks[0])["problems"] if problem["kind"] == "durable_failed"]
+    assert f"host {other} wrote nothing of step 3: {other_key(key, its)}" in problem["cause"]
+    world.holders[other].durable_key = key  # the remedy
+    assert world.put_all(ranks, 4, until="durable", limit_s=20.0)
+    assert "durable_failed" not in {problem["kind"] for problem in job_row(world, ranks[0])["problems"]}
 
 
 def test_a_step_that_fits_under_no_key_is_not_durable() -> None:
-    """Each shard has one copy, on hosts with different keys: no marker, and the reason names both hosts."""
+    """Each shard has one copy, on hosts with different keys: no marker, and the reason names a host and both keys."""
     world, ranks = encrypted({"h0": A, "h1": B}, replicas=1)
     assert world.put_all(ranks, 1)
     world.run(5.0)
     assert world.durable.markers == {}
     problem = world.served.parts.durable_states.of("train").problem
-    assert "h0 has key" in problem
-    assert "h1 has key" in problem
+    assert problem.startswith(("host h0 wrote nothing of step 1", "host h1 wrote nothing of step 1"))
+    assert A in problem
+    assert B in problem
+    failed = [event for event in world.events("train") if event["event"] == "durable_failed"]
+    assert len(failed) == 1  # not again and again: storage and network have better to do
     world.holders["h1"].durable_key = A
     assert world.put_all(ranks, 2, until="durable", limit_s=20.0)
-    assert job_row(world, ranks[0])["durable_keys"] == ""
-
-
-def test_connect_tells_of_other_keys_before_any_step_is_written() -> None:
-    """All hosts are asked when the attempt begins: no rank has to wait for the first durable step."""
-    world, ranks = encrypted({"h0": A, "h1": B})
-    world.run(1.0)
-    assert "h1 has key" in job_row(world, ranks[0])["durable_keys"]
+    assert job_row(world, ranks[0])["durable_problem"] == ""
 
 
 def test_a_key_replaced_while_a_step_is_written_makes_no_mixed_step() -> None:
-    """Hosts read the new file between the question and their slices: the write fails, and the next asks again."""
+    """Hosts read the new file between two of their slices: the write fails, and the next one has the new key."""
     world, ranks = encrypted({"h0": A, "h1": A})
     assert world.put_all(ranks, 1, until="durable", limit_s=20.0)
     world.work_s = (1.0, 1.5)
@@ -122,7 +113,7 @@ def test_nothing_older_goes_while_hosts_differ_or_the_present_key_has_too_few() 
     assert world.run_until(lambda: [step for _, _, step in world.durable.markers] == [4], 5.0)
 
 
-def test_a_listing_says_which_key_the_newest_step_needs() -> None:
+def test_a_look_says_which_key_the_newest_step_needs() -> None:
     """After all memory is lost the hosts have a new key: status names the old one, which the marker knows."""
     world, ranks = encrypted({"h0": A, "h1": A})
     assert world.put_all(ranks, 1, until="durable", limit_s=20.0)
@@ -133,40 +124,24 @@ def test_a_listing_says_which_key_the_newest_step_needs() -> None:
     world.crash_controller()
     world.run(6.0)
     world.launch(2)
-    assert f"step 1 needs key {A}" in world.served.parts.durable_states.of("train").unread
-
-
-@pytest.mark.parametrize(
-    ("names", "holders", "before", "expected"),
-    [
-        ({"h0": A, "h1": B}, [["h0", "h1"]], B, B),
-        ({"h0": A, "h1": B}, [["h0", "h1"]], None, A),
-        ({"h0": A, "h1": B, "h2": B}, [["h0", "h1"]], A, B),
-        ({"h0": A, "h1": B}, [["h0"], ["h1"]], A, None),
-        ({}, [["h0"]], None, None),
-    ],
-)
-def test_the_key_of_a_step_is_no_chance(
-    names: dict[str, str], holders: list[list[str]], before: str | None, expected: str | None
-) -> None:
-    """The key is one that all shards' hosts have; of several, the one of most hosts, then of the last write."""
-    assert chosen(names, holders, before) == expected
+    world.run(2.0)
+    assert f"step 1: {other_key(A, B)}" in world.served.parts.durable_states.of("train").unread
 
 
 def test_late_slices_of_a_write_are_no_mixture() -> None:
-    """A report under another key than the order's counts as that host's failure."""
+    """A report under another key than the first one's counts as that host's failure."""
     world, ranks = encrypted({"h0": A, "h1": A})
     world.work_s = (1.0, 1.5)
     for rank in ranks:
         world.put(rank, 1)
-    assert world.run_until(
-        lambda: (w := world.served.parts.durable_states.of("train").active) is not None and w.phase == "writing", 20.0
-    )
-    write = world.served.parts.durable_states.of("train").active
+    durable = world.served.parts.durable
+    assert world.run_until(lambda: durable.states.of("train").active is not None, 20.0)
+    write = durable.states.of("train").active
     assert write is not None
-    (piece, host), *_ = write.waits.items()
-    rank, number = piece
-    report = SliceWritten(job="train", step=WireStep(1, 1), rank=rank, number=number, key=B, problem=None)
-    world.served.parts.durable.slice_written(host, report)
-    assert host in write.failed[piece]
-    assert ShardId("train", 1, 1, 0) not in world.durable.keys
+    pieces = {host: piece for piece, host in write.waits.items()}
+    for host, key in (("h0", A), ("h1", B)):
+        rank, number = pieces[host]
+        report = SliceWritten(job="train", step=WireStep(1, 1), rank=rank, number=number, key=key, problem=None)
+        durable.slice_written(host, report)
+    assert (write.key, write.other_keys) == (A, {"h1": B})
+    assert "h1" in write.failed[pieces["h1"]]

@@ -8,10 +8,11 @@ import pytest
 
 from memstore.core.durable.checks import CHECK_DEADLINE_S, PATIENCE_S
 from memstore.core.durable.looks import AGAIN_S, LOOK_EVERY_S
+from memstore.core.durable.paths import other_key
 from memstore.core.report.problems import DEGRADED
-from memstore.core.wire.orders import DurableOrder, ListMarkers
+from memstore.core.wire.orders import DurableOrder, ListMarkers, WriteSlices
 from memstore.core.wire.reports import MarkersListed, Report
-from memstore.testing.controller.holder import FakeRank
+from memstore.testing.controller.holder import FakeHolder, FakeRank
 from memstore.testing.controller.trained import written
 from memstore.testing.controller.world import ControllerWorld
 from recovery.inventory import ShardId, StepId
@@ -241,15 +242,14 @@ def test_a_step_under_a_key_that_no_process_has_is_neither_there_nor_lost(has_ra
     for host in () if has_ram else ("h0", "h1"):
         world.job().drop_copy(ShardId("train", 1, 1, 0), host)
     [words] = last_copies(world, ranks[0])["train"]
-    why = f"it needs key {'a' * 16}, the durable_key_file has {'b' * 16} (h0, h1)"
-    assert words == f"step 1 cannot be read on durable storage: {why}"
+    assert words == f"step 1 cannot be read on durable storage: {other_key('a' * 16, 'b' * 16)} (h0, h1)"
     world.run(20.0)
     assert world.durable.marker_keys["train", 1, 1] == ("b" if has_ram else "a") * 16
     assert world.job().newest_durable == StepId(1, 1)
     if has_ram:
         assert last_copies(world, ranks[0]) == {}
     else:
-        assert any("needs key" in row["cause"] for row in rows(world))
+        assert any(other_key("a" * 16, "b" * 16) in row["cause"] for row in rows(world))
 
 
 @pytest.mark.parametrize("host", ["h0", "h1"])
@@ -287,22 +287,23 @@ def test_a_closed_job_whose_step_needs_another_key_keeps_its_ram() -> None:
     assert len(world.holders_of(StepId(1, 1), 0)) == 2
     page = world.events("train")
     [event] = [event for event in page if event["event"] == "not_expired"]
-    assert event["why"].startswith(f"it needs key {'a' * 16}")
+    assert event["why"].startswith(f"it is under key {'a' * 16}")
 
 
 def test_a_host_may_not_go_for_a_step_that_no_process_can_read() -> None:
     """Both hosts have notice, the durable step needs another key: it counts as there once it is written again."""
     world, ranks = written(durable_key_file="/key")
     under(world, "a", h0="b", h1="b")
+    held: list[tuple[FakeHolder, WriteSlices]] = []
     for holder in world.holders.values():
-        holder.instead.update(dict.fromkeys(get_args(DurableOrder), lambda order: None))
-        del holder.instead[ListMarkers]
+        holder.instead[WriteSlices] = lambda order, holder=holder: held.append((holder, order))  # type: ignore[misc]
     for host in ("h0", "h1"):
         world.call(ranks[0], "drain", host=host, within_s=600.0)
     world.run(5.0)
     [row] = world.served.parts.departures.remains("h1").short
     assert row.step == 1
-    for holder in world.holders.values():
+    for holder, order in held:
         holder.instead.clear()
+        holder.obey(order)
     assert world.run_until(lambda: bool(world.served.parts.departures.remains("h1").durable), 120.0)
     assert world.durable.marker_keys["train", 1, 1] == "b" * 16

@@ -10,7 +10,7 @@ from memstore.core.durable.checks import CHECK_DEADLINE_S
 from memstore.core.durable.departures import LOOK_AGAIN_S
 from memstore.core.report.problems import NOTE
 from memstore.core.wire.messages import DrainsSeen
-from memstore.core.wire.orders import DurableOrder, ListMarkers, NameKey, WriteSlices
+from memstore.core.wire.orders import DurableOrder, ListMarkers, WriteSlices
 from memstore.testing.controller.holder import FakeRank
 from memstore.testing.controller.trained import written
 from memstore.testing.controller.world import ControllerWorld
@@ -85,21 +85,20 @@ def test_a_host_that_never_says_what_the_storage_has_is_not_waited_for(fate: str
 @pytest.mark.parametrize(
     ("hangs", "says"),
     [
-        (NameKey, "waiting for the name of the key of h1"),
         (ListMarkers, "waiting for h0, asked whether durable storage has all of it"),
         (WriteSlices, "h0, h1 still write"),
     ],
 )
 def test_who_waits_in_vain_is_reported_for_which_host(hangs: type[DurableOrder], says: str) -> None:
-    """A host says neither its key nor what the storage has, or all write for too long."""
-    world, ranks = hourly(last=2, durable_key_file="/key")
+    """A host does not say what the storage has, or all write for too long."""
+    world, ranks = hourly(last=2)
     if hangs is ListMarkers:
         assert persist(world, ranks[0])["is_durable"]
         world.holders["h0"].instead[ListMarkers] = lambda order: None
     for holder in world.holders.values():
         answer = holder._persist
         holder._persist = lambda order, answer=answer, holder=holder: (  # type: ignore[method-assign]
-            None if type(order) is hangs and (hangs is WriteSlices or holder.host_id == "h1") else answer(order)
+            None if type(order) is hangs else answer(order)
         )
     assert persist(world, ranks[0], within_s=3.0)["problem"] == says
 
@@ -252,15 +251,16 @@ def test_a_step_that_the_job_went_back_behind_is_refused() -> None:
 
 
 def test_hosts_without_one_key_are_refused_by_name() -> None:
-    """No key can write all shards: the answer names the hosts and the keys, at once."""
+    """No key can write all shards: the answer names a host, the keys and what to do, at once."""
     world = ControllerWorld(2, durable="/durable", durable_every="1h", durable_key_file="/key", replicas=1)
     world.holders["h0"].durable_key, world.holders["h1"].durable_key = "a" * 16, "b" * 16
     ranks = world.launch(2)
     world.get(ranks)
     assert world.put_all(ranks, 1)
     refused = str(persist(world, ranks[0]))
-    assert "cannot be written under one key" in refused
-    assert "Put the same file on all of them" in refused
+    assert "wrote nothing of step 1: it is under key" in refused
+    assert all(key * 16 in refused for key in "ab")
+    assert "a new key belongs on every host" in refused
 
 
 def test_a_removed_job_leaves_no_process_waiting() -> None:

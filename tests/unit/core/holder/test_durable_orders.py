@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from holder_io import ScriptedIo
+from msgspec import structs
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder import persist
@@ -20,13 +21,11 @@ from memstore.core.wire.orders import (
     ListMarkers,
     RankSpec,
     RemoveStep,
-    RemoveTornStep,
     SlicesOfShard,
-    StopWriting,
     WriteMarker,
     WriteSlices,
 )
-from memstore.core.wire.reports import MarkersListed, MarkersUnread, MarkerWritten, Sealed, TornStepRemoved
+from memstore.core.wire.reports import MarkersListed, MarkersUnread, MarkerWritten, Sealed, StepRemoved
 from memstore.errors import TransportError
 from recovery.inventory import Copy, ShardId, ShardSpec
 
@@ -89,10 +88,15 @@ class Host(ScriptedIo):
         ]
 
 
-def order(step: WireStep = STEP) -> WriteSlices:
+def order(step: WireStep = STEP, key: str | None = "k") -> WriteSlices:
     """Make an order of two slices."""
     part = SlicesOfShard(WireShard.of(SHARD), DIGEST, (0, 1))
-    return WriteSlices(job="job", durable=PLACE, step=step, parts=(part,), key="k")
+    return WriteSlices(job="job", durable=PLACE, step=step, parts=(part,), key=key)
+
+
+def stop(host: Host, step: WireStep = STEP) -> None:
+    """Order that no more of a step is written."""
+    assert persist.slices(host.state, structs.replace(order(step), parts=())) == []
 
 
 def test_slices_are_copied_under_a_pin_and_written_without_one() -> None:
@@ -108,8 +112,15 @@ def test_a_host_with_another_key_writes_nothing_and_names_its_key() -> None:
     host = Host(key="other")
     host.write(persist.slices(host.state, order())[0])
     assert host.reports[0].key == "other"
-    assert "has key other here, ordered was k" in host.reported[0][2]
+    assert host.reported[0][2].startswith("it is under key k, durable_key_file here has key other: put the file")
     assert "write_slice" not in host.names
+
+
+def test_without_a_key_to_begin_with_a_host_writes_under_its_own_and_names_it() -> None:
+    """The first report of a write decides under which key all of it is."""
+    host = Host(key="own")
+    host.write(*persist.slices(host.state, order(key=None)))
+    assert [(report.key, report.problem) for report in host.reports] == [("own", None), ("own", None)]
 
 
 def test_a_chunk_that_went_bad_is_quarantined_and_not_written() -> None:
@@ -133,8 +144,8 @@ def test_nothing_is_said_of_slices_that_are_not_wanted_any_more(is_stopped_early
     host = Host(turn_s=5.0)
     slices = persist.slices(host.state, order())
     if is_stopped_early:
-        persist.stop(host.state, StopWriting(job="job", step=STEP))
-    host.meanwhile = lambda: persist.stop(host.state, StopWriting(job="job", step=STEP))
+        stop(host)
+    host.meanwhile = lambda: stop(host)
     host.write(*slices)
     assert host.reports == []
     assert ("slice_turn" in host.names) != is_stopped_early
@@ -147,7 +158,7 @@ def test_one_step_of_a_job_is_written_at_a_time_and_may_begin_again() -> None:
     newer = persist.slices(host.state, order(later))
     host.write(*older, *newer)
     assert [report.step for report in host.reports] == [later, later]
-    persist.stop(host.state, StopWriting(job="job", step=later))
+    stop(host, later)
     host.write(*persist.slices(host.state, order(later)))
     assert len(host.reports) == 4
 
@@ -175,13 +186,14 @@ def test_nothing_is_swept_around_a_marker_that_could_not_be_written() -> None:
     assert host.names == ["store_marker"]
 
 
-def test_only_the_removal_of_a_torn_step_is_reported() -> None:
-    """The controller waits for that one alone."""
-    host = Host()
-    host.play(persist.remove(host, host.state, RemoveStep(job="job", durable=PLACE, step=STEP, only_unmarked=False)))
-    assert host.reports == []
-    host.play(persist.remove_torn(host, host.state, RemoveTornStep(job="job", durable=PLACE, step=STEP)))
-    assert host.reports == [TornStepRemoved(job="job", step=STEP, problem=None)]
+@pytest.mark.parametrize("problem", [None, "storage hangs"])
+@pytest.mark.parametrize("only_unmarked", [True, False])
+def test_a_removal_is_reported_with_what_it_left(only_unmarked: bool, problem: str | None) -> None:
+    """With its marker left alone, a torn step is not gone."""
+    host = Host(errors={"remove_durable": TransportError(problem)} if problem is not None else {})
+    order = RemoveStep(job="job", durable=PLACE, step=STEP, only_unmarked=only_unmarked)
+    host.play(persist.remove(host, host.state, order))
+    assert host.reports == [StepRemoved(job="job", step=STEP, only_unmarked=only_unmarked, problem=problem)]
 
 
 def test_markers_are_listed_with_the_key_of_this_host() -> None:

@@ -40,7 +40,6 @@ from memstore.core.wire.orders import (
     KeepStory,
     Lineage,
     ListMarkers,
-    NameKey,
     Order,
     OrderCheck,
     PushCopy,
@@ -49,11 +48,9 @@ from memstore.core.wire.orders import (
     ReadChunks,
     ReadShard,
     RemoveStep,
-    RemoveTornStep,
     Reserve,
     SlicesOfShard,
     StageShard,
-    StopWriting,
     TakeIncarnation,
     VerifyCopies,
     WriteMarker,
@@ -93,8 +90,6 @@ BEGUN: list[tuple[Order, Lane, Callable[..., Any]]] = [  # each is given the ord
     (VerifyCopies(call=9, job="job"), Lane("verify"), orders._verify),
     (MARKER, WRITE, persist.marker),
     (RemoveStep(job="job", durable=PLACE, step=STEP, only_unmarked=False), WRITE, persist.remove),
-    (RemoveTornStep(job="job", durable=PLACE, step=STEP), WRITE, persist.remove_torn),
-    (NameKey(job="job", durable=PLACE), LIST, persist.say_key),
     (ListMarkers(job="job", durable=PLACE, call=9), LIST, persist.markers),
 ]
 BEGUN_WITH: list[tuple[Order, Lane, Callable[..., Any], tuple[Any, ...]]] = [
@@ -116,7 +111,7 @@ SESSION: list[Order] = [
     CallAnswered(id=1, reply=b""),
     CallRefused(id=1, error="", message=""),
 ]
-AT_ONCE = {PushTargets, OrderCheck, RaiseLevel, StopWriting}  # and slices, which are begun one by one
+AT_ONCE = {PushTargets, OrderCheck, RaiseLevel}  # and slices, which are begun one by one
 
 
 @dataclass(eq=False)
@@ -179,7 +174,7 @@ def test_slices_of_a_step_that_is_to_be_written_no_more_stop_at_once() -> None:
     """Before another order is obeyed, and whichever of them have begun."""
     host = Host()
     host.obey(SLICES)
-    host.obey(StopWriting(job="job", step=STEP))
+    host.obey(structs.replace(SLICES, parts=()))
     assert host.state.stops["job", STEP.id].is_set
     assert len(host.started) == 2
 

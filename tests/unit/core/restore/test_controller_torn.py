@@ -6,7 +6,7 @@ import pytest
 
 from memstore.core.cluster.facts import StepRetired
 from memstore.core.journal.records import entry_from_record
-from memstore.core.wire.orders import RemoveTornStep
+from memstore.core.wire.orders import RemoveStep
 from memstore.testing.controller.holder import FakeRank
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import JOB, ControllerWorld
@@ -284,8 +284,11 @@ def test_the_removal_of_a_torn_marker_is_ordered_until_it_is_done(cause: str) ->
     last = marked(world)[-1]
     world.work_s = (1.0, 1.5)
     retire(world, ranks[0], last)
-    assert world.run_until(lambda: any(h.received(RemoveTornStep) for h in world.holders.values()), 10.0)
-    (reported,) = (name for name, h in world.holders.items() if h.received(RemoveTornStep))
+    ordered = lambda: [  # noqa: E731
+        name for name, h in world.holders.items() for each in h.received(RemoveStep) if each.step.step == last
+    ]
+    assert world.run_until(lambda: bool(ordered()), 10.0)
+    (reported,) = ordered()
     if cause == "host":
         world.kill_host(reported)
     else:
@@ -295,5 +298,4 @@ def test_the_removal_of_a_torn_marker_is_ordered_until_it_is_done(cause: str) ->
     assert last in marked(world)
     world.run(90.0)
     assert last not in marked(world)
-    orders = sum(len(holder.received(RemoveTornStep)) for holder in world.holders.values())
-    assert 2 <= orders <= 3
+    assert 2 <= len(ordered()) <= 3
