@@ -133,7 +133,7 @@ class Fleet:
             endpoints=(Endpoint(f"10.{host.number >> 16}.{host.number >> 8 & 255}.{host.number & 255}", 7000),),
             machine=f"machine-{host.name}", is_explicit=False, labels={"rack": f"rack-{host.number // 32}"},
             limit_bytes=1 << 40, copies=tuple(host.copies.values()), journal=tuple(self.journal), ranks=(), up_s=0.0,
-            idle_s=0.0, dropped={},
+            idle_s=0.0,
         )  # fmt: skip
 
     def keep(self, action: SendOrder) -> HolderMessage | None:

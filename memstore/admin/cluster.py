@@ -422,10 +422,6 @@ def remove_leftovers(config: Config | None = None, hosts: list[str] | None = Non
             continue
         Arena.destroy(row["folder"])
         removed.append(row["host"])
-    root = store_root(config or Config())
-    if hosts is None and not host_folders(config or Config()):
-        for story in root.glob(".dropped-*"):  # of hosts whose folders were gone already
-            story.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
-        root.rmdir()
+        store_root(config or Config()).rmdir()
     return removed

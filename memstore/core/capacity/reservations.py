@@ -97,8 +97,7 @@ class Reservations:
         # A decided get that failed does not count: its except-branch must not evict the unreadable step (R19).
         is_rewound = attempt.has_restored and attempt.rounds_count == 0
         may_put = attempt.is_released or is_rewound or attempt.is_fresh or attempt.has_put
-        has_history = job.has_history or job.name in self.state.stories
-        if has_history and not may_put:
+        if (job.has_history or self.state.is_dropped(job)) and not may_put:
             failed = attempt.failed_load
             what = (
                 f"that this attempt could not load ({failed[1]})" if failed else "that this attempt has not asked for"

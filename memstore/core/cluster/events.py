@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memstore.core.cluster.facts import JobRemoved
 from memstore.core.cluster.job import Attempt, AttemptMember, Job
 from memstore.core.cluster.reading import Round
 from memstore.core.wire.replies import RestoreReport
@@ -125,8 +124,7 @@ class JobKept:
 class JobForgotten:
     """A job's removal has reached enough journals: nothing of it is known any more."""
 
-    fact: JobRemoved
-    is_replay: bool
+    job: str
 
 
 Happened = (

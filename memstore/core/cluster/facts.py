@@ -160,7 +160,7 @@ class JobRemoved(FactBase, frozen=True):
 
     job: str
     attempt: int = 0  # the last one: a job of this name goes on counting, so that no id comes twice
-    story: str = ""  # of a job with steps, removed without a command: which steps, when and why (R5)
+    is_forgotten: bool = False  # it had steps, and nobody used it: removed without a command (R5)
 
 
 Fact = (

@@ -46,7 +46,7 @@ class ClusterState:
         )
         self.jobs: dict[str, Job] = {}
         self.removed: dict[str, int] = {}  # job -> the last attempt that was removed with it (job_removal)
-        self.stories: dict[str, str] = {}  # job that was dropped -> what became of it (orphans)
+        self.forgotten: set[str] = set()  # jobs with steps that were removed since nobody used them (orphans)
         self.draining: dict[str, float] = {}  # host -> wall-clock moment of its notice (drain)
         self.rounds: dict[str, Round] = {}  # job -> its get() under way (restore)
         self.reads: dict[int, Read] = {}  # by number: single shards that are brought to readers (single_read)
@@ -71,6 +71,11 @@ class ClusterState:
         """Return the job if a host that is here knows an attempt of it (R20)."""
         job = self.jobs.get(name)
         return job if job is not None and job.newest is not None else None
+
+    def is_dropped(self, job: Job) -> bool:
+        """Return whether a job's steps were dropped since nobody used them, and no launch has begun anew since (R5)."""
+        is_forgotten = job.name in self.forgotten and not job.has_history
+        return is_forgotten and not any(attempt.is_fresh for attempt in job.attempts.values())
 
     def is_draining(self, host: str) -> bool:
         """Return whether a host has notice of its end."""

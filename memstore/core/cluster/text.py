@@ -19,6 +19,11 @@ CAUSES: Mapping[Cause, str] = {
 }
 
 
+def why_dropped(ttl_s: float) -> str:
+    """Say why a forgotten job is gone (R5)."""
+    return f"no holder of its hosts had run for abandoned_arena_ttl_s={ttl_s:g} s, and nobody had asked for it then"
+
+
 def listed(values: list[int], limit: int = 10) -> str:
     """Return at most `limit` values as text, with the count of the rest."""
     head = ", ".join(str(v) for v in values[:limit])

@@ -23,19 +23,13 @@ def facts(p: Parts) -> Mapping[type[f.Fact], tuple[Fact, ...]]:
     """Return which parts make a fact true."""
     state = p.state
     return {
-        f.AttemptOpened: (
-            lambda fact, past: p.attempts.apply_opened(state.now, fact, is_replay=past),
-            lambda fact, past: p.orphans.begun(fact.job),
-        ),
+        f.AttemptOpened: (lambda fact, past: p.attempts.apply_opened(state.now, fact, is_replay=past),),
         f.SlotsReserved: (lambda fact, past: p.room.apply_claimed(fact, is_replay=past),),
         f.PutIntervalSet: (lambda fact, past: p.put_interval_rounds.apply(fact),),
         f.RestoreDecided: (lambda fact, past: p.rounds.apply_decided(state.now, fact, is_replay=past),),
         f.RestoreReleased: (lambda fact, past: p.rounds.apply_released(state.now, fact, is_replay=past),),
         f.JobBranched: (lambda fact, past: p.rounds.apply_branched(state.now, fact, is_replay=past),),
-        f.StepCommitted: (
-            lambda fact, past: p.steps.apply_committed(state.now, fact, is_replay=past),
-            lambda fact, past: p.orphans.begun(fact.job),
-        ),
+        f.StepCommitted: (lambda fact, past: p.steps.apply_committed(state.now, fact, is_replay=past),),
         f.StepSkipped: (lambda fact, past: p.steps.apply_abandoned(fact, is_replay=past),),
         f.StepRetired: (lambda fact, past: p.retirement.apply(fact),),
         f.AttemptClosed: (lambda fact, past: p.attempts.apply_closed(fact),),
@@ -60,6 +54,7 @@ def reactions(p: Parts, membership: Membership) -> Mapping[type[e.Happened], tup
         p.rounds,
         p.waiters,
         p.followers,
+        p.orphans,
         p.job_removal,
         p.durable_checks,
         p.persists,
@@ -93,8 +88,5 @@ def reactions(p: Parts, membership: Membership) -> Mapping[type[e.Happened], tup
         e.RoundFailed: (record.restore_failed,),
         e.DurableWriteEnded: (record.durable,),
         e.JobKept: (record.not_expired,),
-        e.JobForgotten: (
-            *(lambda event, part=part: part.forget(event.fact.job) for part in forgetting),
-            lambda event: p.orphans.removed(event.fact, is_replay=event.is_replay),
-        ),
+        e.JobForgotten: tuple(lambda event, part=part: part.forget(event.job) for part in forgetting),
     }

@@ -40,7 +40,6 @@ class Takeover:
         self.ranks: dict[str, tuple[str, ...]] = {}  # host -> nonces of the processes that live there
         self.present: set[str] = set()  # nonces of processes that a host has reported since this controller began
         self.missed: dict[str, AttemptMember] = {}  # nonce -> a process that its host did not know when the host came
-        self.dropped: dict[str, Mapping[str, str]] = {}  # host -> its removal records of jobs
         self.early: list[Event] = []  # calls that came while settling
 
     def collect_inventories(self, event: Event) -> list[Event]:
@@ -51,7 +50,6 @@ class Takeover:
             if self._is_outdated(event):
                 return []
             hosts.up(state.now, event.info, event.asked_s, event.up_s, event.idle_s)
-            self.dropped[host] = event.dropped
             self.alone_since_s = min(self.alone_since_s, state.now)
             self.journals[host] = [*self.journals.get(host, ()), *parts.journal.log.read(event.journal)]
             self.copies[host] = event.copies
@@ -98,9 +96,7 @@ class Takeover:
         for job in state.jobs.values():
             parts.steps.adopt(job)
         self._look_for_ranks(self.ranks)
-        for host, stories in self.dropped.items():
-            parts.orphans.reported(host, stories)
-        self.journals, self.copies, self.dropped = {}, {}, {}
+        self.journals, self.copies = {}, {}
         self.newcomers.update(hosts)
         self._record_newcomers()
         parts.view.settled(hosts)
@@ -155,8 +151,6 @@ class Takeover:
     def send_initial_state(self, hosts: Sequence[str]) -> None:
         """Send hosts their state before they serve: peers, fences, targets, commits."""
         self.parts.view.send_initial_state(hosts)
-        for host in hosts:
-            self.parts.orphans.send_initial_state(host)
         for name, attempt in self.state.removed.items():  # some were out of reach then: they free its room now
             for host in hosts:
                 self.out.send(host, DropJob(job=name, attempt=attempt, shards=()))
@@ -192,7 +186,6 @@ class Takeover:
         if event.ranks is not None:
             self.present.update(event.ranks)
             self._look_for_ranks({host: event.ranks})
-        parts.orphans.reported(host, event.dropped)
         self.newcomers.add(host)
         if not is_news:  # else all have the whole of it already
             parts.journal.send(host, have=journal)

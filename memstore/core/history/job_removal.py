@@ -92,8 +92,8 @@ class JobRemoval:
     def ask(self, call: Call[RemoveJob]) -> None:
         """Drop every copy of a job in RAM, and its facts."""
         name = call.request.job
-        is_story = name in self.state.stories.keys() - self.state.jobs.keys()
-        job = Job(name) if is_story else job_of(self.state, self.out, call)
+        is_gone = name in self.state.forgotten and name not in self.state.jobs
+        job = Job(name) if is_gone else job_of(self.state, self.out, call)
         if job is None:
             return
         attempt = job.newest
@@ -117,11 +117,11 @@ class JobRemoval:
         pins = [LostPin(name, pin.attempt, pin.step) for name, pin in sorted(job.pins.items())]
         self.remove(job, (call, Removed(job=job.name, pins=pins)))
 
-    def remove(self, job: Job, *waiting: tuple[Call[RemoveJob], Removed], story: str = "") -> None:
-        """Record the end of a job, with the reason if a rule drops it; answer waiting calls once it is gone."""
+    def remove(self, job: Job, *waiting: tuple[Call[RemoveJob], Removed], is_forgotten: bool = False) -> None:
+        """Record the end of a job; answer waiting calls once it is gone."""
         unapplied = [fact for fact in self.journal.log.unapplied() if getattr(fact, "job", "") == job.name]
         begun = [getattr(fact, "attempt", 0) for fact in unapplied]
-        fact = JobRemoved(job.name, max(job.newest_number, self.state.removed.get(job.name, 0), *begun), story)
+        fact = JobRemoved(job.name, max(job.newest_number, self.state.removed.get(job.name, 0), *begun), is_forgotten)
         if fact not in unapplied:
             self.journal.record(fact)
         for call, reply in waiting:
@@ -148,7 +148,8 @@ class JobRemoval:
         """Forget the job of a replicated removal and drop every copy."""
         state, job = self.state, self.state.jobs.pop(fact.job, None)
         state.removed[fact.job] = max(fact.attempt, state.removed.get(fact.job, 0))
-        self.out.emit(JobForgotten(fact, is_replay))
+        (state.forgotten.add if fact.is_forgotten else state.forgotten.discard)(fact.job)
+        self.out.emit(JobForgotten(fact.job))
         if is_replay:
             return
         copies = job.copies.items() if job is not None else ()

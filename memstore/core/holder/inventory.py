@@ -6,7 +6,7 @@ in which they were true.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder.state import HolderState
@@ -15,14 +15,14 @@ from memstore.core.wire.reports import Fenced, Inventory, PutTimes, Sealed
 from recovery.inventory import Copy
 
 
-def inventory(state: HolderState, journal: Sequence[bytes], stories: Mapping[str, str]) -> Inventory:
-    """Return what a controller must know of this host first; `stories`: by job, what is remembered of its end."""
+def inventory(state: HolderState, journal: Sequence[bytes]) -> Inventory:
+    """Return what a controller must know of this host first."""
     info = state.info
     return Inventory(
         incarnation=info.incarnation, endpoints=info.endpoints, machine=info.machine, is_explicit=info.is_explicit,
         labels=dict(info.labels), limit_bytes=info.limit_bytes, copies=_copies(state),
         journal=tuple(journal), ranks=tuple(sorted(state.ranks.owners)), up_s=state.now() - state.began_s,
-        idle_s=state.idle_s, dropped=dict(stories),
+        idle_s=state.idle_s,
     )  # fmt: skip
 
 

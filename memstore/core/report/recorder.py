@@ -20,6 +20,7 @@ from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.hosts import Change
 from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import ClusterState
+from memstore.core.cluster.text import why_dropped
 from memstore.core.durable.departures import Departures
 from memstore.core.repair.pushes import Pushes
 from memstore.core.report.event_ring import RecentEvents
@@ -212,7 +213,8 @@ class EventRecorder:
                 from_attempt=fact.from_attempt,
             )  # fmt: skip
         elif isinstance(fact, f.JobRemoved):
-            self.add("dropped", job=fact.job, why=fact.story) if fact.story else self.add("removed", job=fact.job)
+            why = {"why": why_dropped(self.state.rules.abandoned_arena_ttl_s)} if fact.is_forgotten else {}
+            self.add("dropped" if fact.is_forgotten else "removed", job=fact.job, **why)
         elif isinstance(fact, f.HostDraining):
             due_s = None if fact.until_s is None else rounded(fact.until_s - self.state.wall_s)
             is_known = self.state.is_draining(fact.host_id)

@@ -21,7 +21,7 @@ from memstore.core.cluster.job import Attempt, Call, Job, Restore
 from memstore.core.cluster.reading import Round
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.step_lookup import Refusal, past_step, same_number
-from memstore.core.cluster.text import listed, plural
+from memstore.core.cluster.text import listed, plural, why_dropped
 from memstore.core.durable.marker_listing import DurableMarkers
 from memstore.core.durable.paths import storage_of
 from memstore.core.journal.replication import Journal
@@ -241,12 +241,12 @@ class Rounds:
         if active.from_job is not None and is_gone and (past := past_step(job, active.only_step)):
             self.fail(active, *past)
             return
-        story = self.state.stories.get(job.name)
-        if story is not None and not job.has_history:
+        if self.state.is_dropped(job):
             self.fail(
                 active, "RecoveryError",
-                f"job {job.name!r} is gone: {story}.\nStart over with connect(..., fresh=True), or forget it with "
-                f"`memstore rm {job.name}`",
+                f"the steps of job {job.name!r} were dropped from RAM: "
+                f"{why_dropped(self.state.rules.abandoned_arena_ttl_s)}.\nStart over with connect(..., fresh=True), or "
+                f"forget it with `memstore rm {job.name}`",
             )  # fmt: skip
             return
         if job.has_history or active.failed_steps or active.unread or active.from_job is not None:

@@ -47,7 +47,6 @@ class HostUp:
     # For how long no holder had run there before it; 0 once a rank has joined or a copy was reported: put, from a peer,
     # or damaged.
     idle_s: float = 0.0
-    dropped: Mapping[str, str] = field(default_factory=dict)  # job -> what this host remembers of its end (R5)
 
     @classmethod
     def of(cls, host: str, sent: reports.Inventory, asked_s: float) -> HostUp:
@@ -56,7 +55,7 @@ class HostUp:
             host, sent.incarnation, sent.endpoints, sent.machine, sent.is_explicit, sent.labels, sent.limit_bytes,
         )  # fmt: skip
         copies = tuple(copy.on(host) for copy in sent.copies)
-        return cls(info, copies, sent.journal, sent.ranks, asked_s, sent.up_s, sent.idle_s, sent.dropped)
+        return cls(info, copies, sent.journal, sent.ranks, asked_s, sent.up_s, sent.idle_s)
 
 
 @dataclass(frozen=True, slots=True)

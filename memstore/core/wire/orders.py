@@ -365,19 +365,6 @@ class ListMarkers(Message, frozen=True, tag="list_markers"):
     check: WireStep | None = None
 
 
-class KeepStory(Message, frozen=True, tag="keep_story"):
-    """Remember, outside the host's folder, why a job is gone (R5)."""
-
-    job: Name
-    story: str
-
-
-class ForgetStory(Message, frozen=True, tag="forget_story"):
-    """Forget why a job was gone: it goes on, or was removed by name."""
-
-    job: Name
-
-
 # -- answers ------------------------------------------------------------------------------------------
 
 
@@ -419,8 +406,6 @@ Order = (
     | ReadChunks
     | OrderCheck
     | DurableOrder
-    | KeepStory
-    | ForgetStory
     | CallAnswered
     | CallRefused
 )

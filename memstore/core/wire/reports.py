@@ -37,8 +37,6 @@ class Inventory(Message, frozen=True, tag="inventory"):
     up_s: float
     idle_s: float
     """How long no holder had run there before this one, if no rank has used it since."""
-    dropped: dict[str, str]
-    """By job: what this host remembers of its end (R5)."""
 
 
 class TrainedStep(Row, frozen=True):

@@ -27,7 +27,6 @@ from memstore.shell.arena.lock import ArenaLock
 from memstore.shell.arena.mapping import ARENA_NAME, STEP_NBYTES, ArenaMapping
 from memstore.shell.arena.page_locks import lock_free, runs
 from memstore.shell.arena.slot_headers import SLOTS_NAME, SlotHeaders
-from memstore.shell.arena.tombstones import tombstone_path
 
 CHUNK_NBYTES_MAX = 1 << 30
 _FALLOC_KEEP_SIZE = 1
@@ -104,7 +103,6 @@ class Arena:
         for name in (SLOTS_NAME, ARENA_NAME):  # the table first: bytes without a table are nothing, the reverse a lie
             (path / name).unlink(missing_ok=True)
         shutil.rmtree(path)
-        tombstone_path(path).unlink(missing_ok=True)
         held.release()
         for parent in (path.parent, path.parent.parent):
             with contextlib.suppress(OSError):  # not empty: another host or store is there

@@ -38,9 +38,7 @@ from memstore.core.wire.orders import (
     AllHosts,
     CallAnswered,
     CallRefused,
-    ForgetStory,
     HostNews,
-    KeepStory,
     Order,
     TakeIncarnation,
 )
@@ -55,7 +53,6 @@ from memstore.shell.arena.incarnation import next_incarnation
 from memstore.shell.arena.journal_file import Journal
 from memstore.shell.arena.lock import ArenaLock, LockOwner, is_alive
 from memstore.shell.arena.memory_limits import admission, beyond_limit, measure
-from memstore.shell.arena.tombstones import Tombstones
 from memstore.shell.holder.blocking_io import BlockingIo
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.controller_session import ControllerSessions
@@ -109,7 +106,7 @@ class Holder:
             self.folder, timeout_s=LOCK_TIMEOUT_S, cluster=cluster, replace_frozen=self._is_frozen
         )
         write_secret(self.folder, secret)
-        self.idle, self.tombstones = IdleTime(self.folder), Tombstones(self.folder)
+        self.idle = IdleTime(self.folder)
         limit = Limit(
             arena_limit_bytes, limit_words[0], beyond_limit(limit_words[0]),
             lambda asked, claimed: admission(measure(config.arena_dir), asked_bytes=asked, claimed_bytes=claimed),
@@ -248,7 +245,7 @@ class Holder:
         """Return what a controller must know of this host first (R16)."""
         if not self.state.info.endpoints:  # a controller that knows the port of the life before has come first
             raise PeerUnreachable(f"the holder of host {self.state.host_id} is just beginning: connect again")
-        return inventory(self.state, self.sessions.journal_records(), self.tombstones.stories)
+        return inventory(self.state, self.sessions.journal_records())
 
     def obey(self, order: Order) -> None:
         """Carry out one order; work that can block is passed to another thread."""
@@ -257,10 +254,6 @@ class Holder:
                 self.ranks.answer(order.id, order.reply, None)
             case CallRefused():
                 self.ranks.answer(order.id, None, (order.error, order.message))
-            case KeepStory():
-                self.tombstones.take(order.job, order.story)
-            case ForgetStory():
-                self.tombstones.take(order.job, "")
             case TakeIncarnation():
                 threading.Thread(target=self.context.logged, args=(self.begin_again, order.above), daemon=True).start()
             case _:

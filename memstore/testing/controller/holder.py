@@ -98,7 +98,7 @@ class FakeHolder:
     ) -> None:
         self.info, self.durable = info, durable
         self.durable_problem = ""  # of this host alone
-        self.idle_s, self.stories = 0.0, dict[str, str]()
+        self.idle_s = 0.0
         self.durable_key = ""  # name of the key in its durable_key_file
         self._send, self._peer, self._later = send, peer, later
         self.copies: dict[ShardId, Copy] = {}
@@ -129,7 +129,7 @@ class FakeHolder:
         """Return the first event of a session: inventory and journal."""
         self.pages.clear()
         alive = tuple(nonce for nonce, rank in self.ranks.items() if not rank.is_dead)
-        seen = {"ranks": alive, "idle_s": self.idle_s, "dropped": dict(self.stories)}
+        seen = {"ranks": alive, "idle_s": self.idle_s}
         return HostUp(self.info, tuple(self.copies.values()), tuple(self.journal), **seen)  # type: ignore[arg-type]
 
     def restart(self, *, keep_memory: bool) -> None:
@@ -241,10 +241,6 @@ class FakeHolder:
                     self._send(self, FactAck(self.host_id, whole.seq))
             case orders.EchoClock():
                 self.clock_s = order.clock_s
-            case orders.KeepStory():
-                self.stories[order.job] = order.story
-            case orders.ForgetStory():
-                self.stories.pop(order.job, None)
             case orders.TakeIncarnation():
                 self.info = replace(self.info, incarnation=incarnation.following(self.info.incarnation, order.above))
             case orders.Fence():

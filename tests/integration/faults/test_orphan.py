@@ -1,9 +1,7 @@
-"""Jobs of a store that was forgotten leave RAM, with a story; nothing that is in use ever does (R5, R23)."""
+"""Jobs of a store that was forgotten leave RAM, and are not taken for new ones; what is in use never does (R5, R23)."""
 
 from __future__ import annotations
 
-import contextlib
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -12,15 +10,9 @@ import pytest
 from click.testing import CliRunner
 from variants import later
 
-from memstore.admin.cluster import remove_leftovers
 from memstore.cli import main
-from memstore.config import Config
-from memstore.errors import MemstoreError
 from memstore.shell.arena import idle_time
-from memstore.shell.arena.folder import make_folder
 from memstore.shell.arena.idle_time import SEEN_NAME, IdleTime
-from memstore.shell.arena.tombstones import Tombstones, tombstone_path
-from memstore.shell.rank.admin_link import store_root
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.clusters.stepped_clock import stepped_clock
 from memstore.testing.controller.trained import trained
@@ -63,23 +55,6 @@ def test_no_clock_makes_a_folder_old(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert IdleTime(tmp_path).idle_s == 30.0
 
 
-def test_a_tombstone_outlives_the_folder(tmp_path: Path) -> None:
-    """Stories lie beside the host's folder, are read again, and leave no file once all are forgotten."""
-    folder = tmp_path / "h0"
-    folder.mkdir()
-    Tombstones(folder).take("a", "its steps were dropped")
-    Tombstones(folder).take("b", "and these")
-    shutil.rmtree(folder)
-    stones = Tombstones(folder)
-    assert stones.stories == {"a": "its steps were dropped", "b": "and these"}
-    stones.take("a", "")
-    stones.take("b", "")
-    assert not tombstone_path(folder).exists()
-    tombstone_path(folder).write_text("{")
-    tombstone_path(folder).chmod(0o600)
-    assert Tombstones(folder).stories == {}
-
-
 # -- what the controller decides -------------------------------------------------------------------
 
 
@@ -116,23 +91,10 @@ def restored(world: ControllerWorld, **options: Any) -> list[Any]:
 ALL_IDLE = dict.fromkeys(("h0", "h1", "h2"), 2 * DAY_S)
 
 
-def test_a_story_that_could_not_be_written_is_written_when_it_is_reported_again(tmp_path: Path) -> None:
-    """A full file system, or no descriptor: the next session of a controller brings the story once more."""
-    folder = make_folder(tmp_path, store="s", host="h1")
-    stones = Tombstones(folder)
-    in_the_way = folder.parent / f"{tombstone_path(folder).name}-new"
-    in_the_way.mkdir()
-    with contextlib.suppress(MemstoreError, OSError):
-        stones.take("a", "its steps were dropped")
-    in_the_way.rmdir()
-    stones.take("a", "its steps were dropped")
-    assert Tombstones(folder).stories == {"a": "its steps were dropped"}
-
-
-def test_a_forgotten_job_is_dropped_with_its_story() -> None:
+def test_a_forgotten_job_is_dropped_and_a_get_says_so() -> None:
     """Its hosts had no holder for two days and no rank asks for ten minutes.
 
-    Get fails on all ranks alike, with why.
+    One event and one line tell it. Get fails on all ranks alike, with why, as long as a journal knows of the removal.
     """
     world, _ = trained(3, last=4)
     restarted(world, ALL_IDLE)
@@ -143,49 +105,34 @@ def test_a_forgotten_job_is_dropped_with_its_story() -> None:
     assert not any(holder.copies for holder in world.holders.values())
     dropped = [x for x in world.served.parts.recorder.recent_events.since(0) if x.kind == "dropped"]
     assert [x.job for x in dropped] == ["train"]
-    errors = restored(world)
-    assert len({str(error) for error in errors}) == 1
-    words = ("RecoveryError", "4 (attempt 1)", "172800 s", "abandoned_arena_ttl_s", "2001-09-09 0", "fresh=True")
-    assert [word for word in words if word not in str(errors[0])] == []
+    [said] = [text for text in world.notes if "are dropped from RAM" in text]
+    assert "step 4 is the newest committed" in said
+    assert "no holder of hosts h0, h1, h2 had run for 172800 s" in said
+    for times in range(2):
+        errors = restored(world)
+        assert len({str(error) for error in errors}) == 1
+        words = ("RecoveryError", "were dropped from RAM", "abandoned_arena_ttl_s=86400 s", "fresh=True", "memstore rm")
+        assert [word for word in words if word not in str(errors[0])] == []
+        if not times:
+            restarted(world, dict.fromkeys(ALL_IDLE, 1.0))
 
 
-@pytest.mark.parametrize("loss", ["journals", "nothing"])
-def test_a_story_outlives_journals_and_ends_with_a_fresh_start(loss: str) -> None:
-    """With every journal gone the hosts still tell it; fresh=True ends it, on hosts that come later as well."""
+@pytest.mark.parametrize("way", ["fresh", "rm"])
+def test_a_dropped_job_begins_again_if_a_person_says_so(way: str) -> None:
+    """After a launch that began afresh, or `memstore rm`, a get finds nothing, and says nothing of what was."""
     world, _ = trained(3, last=4)
     restarted(world, ALL_IDLE)
     world.run(700.0)
-    assert all("train" in holder.stories for holder in world.holders.values())
-    for holder in world.holders.values():
-        if loss == "journals":
-            holder.journal = []
-    restarted(world, dict.fromkeys(ALL_IDLE, 1.0), late=("h2",))
-    world.run(1.0)
-    assert all("RecoveryError" in str(error) for error in restored(world))
-    ranks = world.launch(2, fresh=True)
-    assert world.put_all(ranks, 1)
-    world.holders["h2"].restart(keep_memory=True)
-    assert world.run_until(lambda: not any(holder.stories for holder in world.holders.values()), 10.0)
-    assert "train" not in world.served.state.stories
+    rank = world.launch(3, fresh=way == "fresh")[0]
+    if way == "rm":
+        all_die(world)
+        world.call(rank, "rm", force=True)
+        assert world.run_until(lambda: bool(rank.answers.get("rm")), 10.0)
+    all_die(world)
+    assert restored(world) == [None, None, None]
 
 
-def test_a_late_host_does_not_bring_back_a_story_of_a_job_that_was_removed() -> None:
-    """It was away while a person removed the job by name: its word is older, and get() returns None, not the story."""
-    world, _ = trained(3, last=4)
-    restarted(world, ALL_IDLE)
-    world.run(700.0)
-    rank = world.launch(3)[0]
-    world.kill_host("h2", keep_memory=True)
-    world.run(10.0)
-    world.call(rank, "rm", force=True)
-    assert world.run_until(lambda: bool(rank.answers.get("rm")), 10.0)
-    assert "train" not in world.served.state.stories
-    world.holders["h2"].restart(keep_memory=True)
-    assert world.run_until(lambda: "train" not in world.holders["h2"].stories, 10.0)
-    assert "train" not in world.served.state.stories
-
-
-def test_a_put_without_a_get_does_not_pass_a_story_over() -> None:
+def test_a_put_without_a_get_does_not_pass_over_what_was_dropped() -> None:
     """A script that puts without asking is refused as on a job with history."""
     world, _ = trained(3, last=2)
     restarted(world, ALL_IDLE)
@@ -266,7 +213,7 @@ def test_training_longer_than_the_ttl_is_no_orphan(tmp_path: Path, nursery: Rank
 def test_an_orphan_is_dropped_and_reported(tmp_path: Path, nursery: RankNursery) -> None:
     """Nothing runs for the ttl and no rank connects: dropped, as an event.
 
-    The story outlives folders, until `fresh`.
+    Get says so after all processes were started again, until `fresh`.
     """
     with ProcessCluster(tmp_path / "cluster", {"h0": {}, "h1": {}}, abandoned_arena_ttl_s=TTL_S) as cluster:
         fleet = Fleet(cluster, nursery)
@@ -279,50 +226,17 @@ def test_an_orphan_is_dropped_and_reported(tmp_path: Path, nursery: RankNursery)
         wait_for(lambda: cluster.job("train") is None, "the orphan to be dropped")
         events = cluster.events()
         assert [e["job"] for e in events if e["event"] == "dropped"] == ["train"]
-        wait_for(lambda: all(tombstone_path(cluster.arena(host)).exists() for host in TWO), "tombstones")
         cluster.kill_all()
-        for host in TWO:
-            shutil.rmtree(cluster.arena(host))
         start_again(cluster)
         ranks = fleet.launch(TWO)
         failed = fail_together(ranks, "get")
         assert {error.error for error in failed} == {"RecoveryError"}
-        assert all(
-            "5 (attempt 1)" in str(error) and "no holder of hosts h0, h1 had run" in str(error) for error in failed
-        )
+        assert all("no holder of its hosts had run for abandoned_arena_ttl_s=3 s" in str(error) for error in failed)
         fleet.kill(ranks)
         said = CliRunner().invoke(main, ["events", "train", "--store", cluster.config.store])
         assert said.exit_code == 0
         ranks = fleet.launch(TWO, fresh=True)
         together(ranks, "train", first=0, last=1)
-        wait_for(lambda: not any(tombstone_path(cluster.arena(host)).exists() for host in TWO), "no tombstones")
         fleet.kill(ranks)
         _, got = fleet.resume(TWO)
         assert got["step"] == 1
-
-
-def test_rm_forgets_a_story(tmp_path: Path, nursery: RankNursery) -> None:
-    """`memstore rm JOB` ends what is remembered of a job that is gone: its next launch starts from nothing."""
-    with ProcessCluster(tmp_path / "cluster", {"h0": {}, "h1": {}}) as cluster:
-        cluster.kill_all()
-        for host in TWO:
-            Tombstones(cluster.arena(host)).take("train", "its committed steps 9 (attempt 1) were dropped")
-        start_again(cluster)
-        fleet = Fleet(cluster, nursery)
-        fleet.kill(fleet.launch(TWO))
-        wait_for(lambda: (cluster.job("train") or {"ranks_alive": 1})["ranks_alive"] == 0, "dead ranks")
-        assert CliRunner().invoke(main, ["rm", "train", "--store", cluster.config.store]).exit_code == 0
-        _, got = fleet.resume(TWO)
-        assert got["step"] is None
-
-
-def test_leftovers_take_their_stories_with_them(tmp_path: Path) -> None:
-    """What `down --leftovers --discard` removes leaves nothing, whether the host's folder is there or gone."""
-    config = Config(store="left", arena_dir=str(tmp_path))
-    for host in TWO:
-        Tombstones(make_folder(tmp_path, store="left", host=host)).take("train", "its steps were dropped")
-    assert remove_leftovers(config, ["h0"]) == ["h0"]
-    assert [p.name for p in sorted(store_root(config).iterdir())] == [".dropped-h1", "h1"]
-    shutil.rmtree(store_root(config) / "h1")
-    assert remove_leftovers(config) == []
-    assert not store_root(config).exists()

@@ -29,7 +29,7 @@ def inventory(incarnation: int) -> Inventory:
     """Return that of a host that holds nothing."""
     return Inventory(
         incarnation=incarnation, endpoints=(Endpoint("10.0.0.1", 7000),), machine="m", is_explicit=False, labels={},
-        limit_bytes=1, copies=(), journal=(), ranks=(), up_s=0.0, idle_s=0.0, dropped={},
+        limit_bytes=1, copies=(), journal=(), ranks=(), up_s=0.0, idle_s=0.0,
     )  # fmt: skip
 
 

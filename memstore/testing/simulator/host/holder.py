@@ -38,13 +38,11 @@ from memstore.core.wire.messages import (
 from memstore.core.wire.orders import (
     AllHosts,
     EchoClock,
-    ForgetStory,
     HostNews,
     JournalAppend,
     JournalKeep,
     JournalPage,
     JournalReplace,
-    KeepStory,
     Order,
     TakeIncarnation,
 )
@@ -156,7 +154,7 @@ class SimHolder:
 
     def hello(self) -> reports.Inventory:
         """Return what a new session begins with."""
-        return inventory(self.state, self.memory.journal, self.memory.stories)
+        return inventory(self.state, self.memory.journal)
 
     def copies(self) -> list[Copy]:
         """Return every copy that it has."""
@@ -268,10 +266,6 @@ class SimHolder:
                 self.sessions.facts.take(order)
             case EchoClock():
                 self.session.clock_s = order.clock_s  # type: ignore[union-attr]
-            case KeepStory():
-                self.memory.stories[order.job] = order.story
-            case ForgetStory():
-                self.memory.stories.pop(order.job, None)
             case TakeIncarnation():
                 self.begin_again(order.above)
             case _:

@@ -45,7 +45,6 @@ class Memory:
         self.incarnation = 0  # the number of the newest holder, as the folder has it (R3)
         self.seen = ""  # the record of when a holder last ran here (R5)
         self.seen_s = 0.0  # when it was written
-        self.stories: dict[str, str] = {}  # why jobs were dropped; kept outside the folder
         self.version = 0  # grows with every change, so that a checker looks only at what changed
 
     @property

@@ -26,8 +26,8 @@ def test_the_controller_gets_of_an_inventory_what_the_holder_is_and_has() -> Non
     """Nothing is lost on the way, and what no session has used is as idle as it was found."""
     holder = a_holder()
     holder.now += 7.0
-    event = HostUp.of("me", inventory(holder.state, [b"fact"], {"old": "why"}), 9.0)
-    assert event == HostUp(INFO, (COPY,), (b"fact",), (), 9.0, 7.0, 600.0, {"old": "why"})
+    event = HostUp.of("me", inventory(holder.state, [b"fact"]), 9.0)
+    assert event == HostUp(INFO, (COPY,), (b"fact",), (), 9.0, 7.0, 600.0)
 
 
 def test_a_copy_that_is_sealed_is_a_use_of_the_arena() -> None:
@@ -35,7 +35,7 @@ def test_a_copy_that_is_sealed_is_a_use_of_the_arena() -> None:
     holder = a_holder()
     report_copy(holder.state, STORED)
     assert holder.reports == [Sealed(copy=WireCopy.of(COPY), put=None)]
-    assert inventory(holder.state, [], {}).idle_s == 0.0
+    assert inventory(holder.state, []).idle_s == 0.0
 
 
 def a_holder() -> ScriptedIo:

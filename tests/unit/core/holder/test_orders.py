@@ -29,7 +29,6 @@ from memstore.core.wire.orders import (
     DurablePlace,
     EchoClock,
     Fence,
-    ForgetStory,
     FreeCopies,
     Grow,
     HostNews,
@@ -37,7 +36,6 @@ from memstore.core.wire.orders import (
     JournalKeep,
     JournalPage,
     JournalReplace,
-    KeepStory,
     Lineage,
     ListMarkers,
     Order,
@@ -106,8 +104,6 @@ SESSION: list[Order] = [
     JournalKeep(places=(), short=(), seq=1),
     EchoClock(clock_s=1.0),
     TakeIncarnation(above=1),
-    KeepStory(job="job", story="why"),
-    ForgetStory(job="job"),
     CallAnswered(id=1, reply=b""),
     CallRefused(id=1, error="", message=""),
 ]
@@ -146,7 +142,7 @@ def test_an_order_begins_what_it_asks_for(
 
 @pytest.mark.parametrize("order", SESSION, ids=lambda order: type(order).__name__)
 def test_an_order_of_the_session_is_refused(order: Order) -> None:
-    """Its holder keeps the journal, the clock, the incarnation, the stories and the answers itself."""
+    """Its holder keeps the journal, the clock, the incarnation and the answers itself."""
     host = Host()
     with pytest.raises(InternalError, match=f"{type(order).__name__} is the session's"):
         host.obey(order)
