@@ -369,18 +369,12 @@ class ListMarkers(Message, frozen=True, tag="list_markers"):
 
 
 class CallAnswered(Message, frozen=True, tag="answered"):
-    """The answer to a call of a rank, or of the holder itself."""
+    """The answer to a call of a rank, or of the holder itself; or the error that is to be raised where it was made."""
 
     id: Unsigned
-    reply: bytes
-
-
-class CallRefused(Message, frozen=True, tag="call_refused"):
-    """An error, to be raised where the call was made."""
-
-    id: Unsigned
-    error: str
-    message: str
+    reply: bytes | None
+    error: tuple[str, str] | None
+    """Its class and its text."""
 
 
 DurableOrder = WriteSlices | WriteMarker | RemoveStep | ListMarkers
@@ -407,7 +401,6 @@ Order = (
     | OrderCheck
     | DurableOrder
     | CallAnswered
-    | CallRefused
 )
 
 decode_order: Decoder[Order] = Decoder(Order)

@@ -43,7 +43,7 @@ from memstore.core.wire.messages import (
     SendOrder,
     Tick,
 )
-from memstore.core.wire.orders import CallAnswered, CallRefused
+from memstore.core.wire.orders import CallAnswered
 from memstore.core.wire.replies import Status
 from memstore.core.wire.reports import (
     Called,
@@ -327,13 +327,9 @@ class Controller:
                 if key not in frames:
                     frames[key] = encode_frame(Kind.EVENT, action.order)
                 session.outbox.put(frames[key])
-            elif action.error is not None:
-                error, message = action.error
-                session.outbox.put(
-                    encode_frame(Kind.EVENT, CallRefused(id=action.call_id, error=error, message=message))
-                )
-            elif action.reply is not None:
-                answered = CallAnswered(id=action.call_id, reply=encode(action.reply))
+            else:
+                reply = encode(action.reply) if action.reply is not None else None
+                answered = CallAnswered(id=action.call_id, reply=reply, error=action.error)
                 session.outbox.put(encode_frame(Kind.EVENT, answered))
         except ProtocolError as exc:  # the host would miss it for ever: it begins again with an inventory
             session.why = str(exc)

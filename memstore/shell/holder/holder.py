@@ -37,7 +37,6 @@ from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.orders import (
     AllHosts,
     CallAnswered,
-    CallRefused,
     HostNews,
     Order,
     TakeIncarnation,
@@ -251,9 +250,7 @@ class Holder:
         """Carry out one order; work that can block is passed to another thread."""
         match order:
             case CallAnswered():
-                self.ranks.answer(order.id, order.reply, None)
-            case CallRefused():
-                self.ranks.answer(order.id, None, (order.error, order.message))
+                self.ranks.answer(order.id, order.reply, order.error)
             case TakeIncarnation():
                 threading.Thread(target=self.context.logged, args=(self.begin_again, order.above), daemon=True).start()
             case _:

@@ -281,7 +281,7 @@ class FakeHolder:
                 self.report(reports.CopiesVerified(call=order.call, found=found, problem=""))
             case orders.AllHosts() | orders.HostNews():
                 pass  # it needs no addresses
-            case orders.CallAnswered() | orders.CallRefused():
+            case orders.CallAnswered():
                 pass  # the world calls `answer`
             case _:  # of durable storage
                 self._later(self, lambda: self._persist(order))

@@ -22,7 +22,6 @@ from memstore.core.wire.orders import (
     AbandonStep,
     AllHosts,
     CallAnswered,
-    CallRefused,
     ChunkRange,
     DropJob,
     DropNumber,
@@ -104,8 +103,7 @@ SESSION: list[Order] = [
     JournalKeep(places=(), short=(), seq=1),
     EchoClock(clock_s=1.0),
     TakeIncarnation(above=1),
-    CallAnswered(id=1, reply=b""),
-    CallRefused(id=1, error="", message=""),
+    CallAnswered(id=1, reply=b"", error=None),
 ]
 AT_ONCE = {PushTargets, OrderCheck, RaiseLevel}  # and slices, which are begun one by one
 
