@@ -15,7 +15,6 @@ from memstore.core.holder.reads import stage
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.orders import (
     AbandonStep,
-    AllHosts,
     DropJob,
     DurableOrder,
     Fence,
@@ -42,7 +41,7 @@ DROP, REPAIR, ROOM, STAGE = Lane("drop"), Lane("repair"), Lane("room"), Lane("st
 def obey(io: HolderIo, state: HolderState, order: Order) -> Coroutine[Any, Any, None] | None:
     """Begin what an order asks for; return what is to be run at once, before the next order is obeyed."""
     match order:
-        case AllHosts() | HostNews():
+        case HostNews():
             io.start(ROOM, room.keep_shares, state, order.jobs)
         case Fence():
             seal.open_fence(state, order.job, order.attempt)

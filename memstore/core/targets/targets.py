@@ -18,7 +18,7 @@ from memstore.core.cluster.sent_orders import SentOrders
 from memstore.core.cluster.state import ClusterState
 from memstore.core.targets.drain import Drains
 from memstore.core.targets.shared_shards import SharedShards
-from memstore.core.wire.orders import AllHosts, HostAddress, HostNews, PushTargets, RankTargets
+from memstore.core.wire.orders import HostAddress, HostNews, PushTargets, RankTargets
 from placement.domains import levels_of, spread_level
 from placement.groups import Placement, Strategy
 from placement.scatter import scattered
@@ -209,7 +209,7 @@ class ClusterView:
     def send_initial_state(self, hosts: Iterable[str]) -> None:
         """Send hosts whose session has just begun the addresses of all others, and which jobs there are."""
         rows = tuple(self._row(host) for host in self.state.hosts.live_ids())
-        order = AllHosts(hosts=rows, jobs=tuple(self.state.jobs))
+        order = HostNews(hosts=rows, gone=None, jobs=tuple(self.state.jobs))
         for host in hosts:
             self.out.send(host, order)
 

@@ -71,18 +71,12 @@ class HostAddress(Row, frozen=True):
     incarnation: Unsigned
 
 
-class AllHosts(Message, frozen=True, tag="all_hosts"):
-    """The addresses of all live hosts, and the jobs that there are: room of other jobs is given back."""
-
-    hosts: tuple[HostAddress, ...]
-    jobs: tuple[Name, ...]
-
-
 class HostNews(Message, frozen=True, tag="host_news"):
-    """The addresses of hosts that came or moved, and the hosts that are dead since."""
+    """The addresses of hosts that came or moved, and the jobs that there are: room of other jobs is given back."""
 
     hosts: tuple[HostAddress, ...]
-    gone: tuple[str, ...]
+    gone: tuple[str, ...] | None
+    """Hosts that are dead since; None: all that are not among these, which are all live ones."""
     jobs: tuple[Name, ...]
 
 
@@ -383,7 +377,6 @@ Order = (
     JournalOrder
     | EchoClock
     | TakeIncarnation
-    | AllHosts
     | HostNews
     | Fence
     | PushTargets

@@ -35,7 +35,6 @@ from memstore.core.wire.handshake import ControllerIdentity, HolderIdentity, Ide
 from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.orders import (
-    AllHosts,
     CallAnswered,
     HostNews,
     Order,
@@ -254,14 +253,14 @@ class Holder:
             case TakeIncarnation():
                 threading.Thread(target=self.context.logged, args=(self.begin_again, order.above), daemon=True).start()
             case _:
-                if isinstance(order, AllHosts | HostNews):
+                if isinstance(order, HostNews):
                     self.set_view(order)
                 with self.io.state():
                     at_once = obey(self.io, self.state, order)
                 if at_once is not None:
                     self.io.finish(at_once)
 
-    def set_view(self, view: AllHosts | HostNews) -> None:
+    def set_view(self, view: HostNews) -> None:
         """Take the addresses of hosts (peer_table.py), and abort what hosts that are not among them were sending."""
         self.peer_server.keep_senders(self.peers.set_view(view))
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from memstore.core.wire.ids import Endpoint
-from memstore.core.wire.orders import AllHosts, HostNews
+from memstore.core.wire.orders import HostNews
 from memstore.errors import PeerUnreachable
 from memstore.shell.peer.client import Peer
 
@@ -28,11 +28,11 @@ class PeerTable:
             raise PeerUnreachable(f"host {host_id} is not in the store's view: it is dead or unknown", host=host_id)
         return peer
 
-    def set_view(self, view: AllHosts | HostNews) -> set[str]:
+    def set_view(self, view: HostNews) -> set[str]:
         """Take the addresses of hosts, and return the hosts now known; one that moved gets new connections (R3)."""
         with self._lock:
             seen = {row.host: row.endpoints for row in view.hosts if row.host != self._host_id}
-            gone = view.gone if isinstance(view, HostNews) else self._peers.keys() - seen.keys()
+            gone = view.gone if view.gone is not None else self._peers.keys() - seen.keys()
             dead = self._peers.keys() & set(gone)
             moved = [h for h, p in self._peers.items() if h in seen and seen[h] != p.endpoints]
             for host in (*dead, *moved):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from memstore.config import Config
-from memstore.core.wire.orders import AllHosts, HostAddress
+from memstore.core.wire.orders import HostAddress, HostNews
 from memstore.shell.holder.holder import Holder
 from memstore.shell.host.identity import HostIdentity, read_boot_id
 from memstore.shell.rank.admin_link import store_root
@@ -33,7 +33,7 @@ def two_holders(chunk_bytes: int, **fields: Any) -> Iterator[tuple[Holder, Holde
             holders.append(Holder(identity, config, secret=secret, arena_limit_bytes=ARENA_BYTES))
         for holder in holders:
             rows = tuple(HostAddress(h.state.info.host_id, h.state.info.endpoints, 1) for h in holders)
-            holder.set_view(AllHosts(hosts=rows, jobs=()))
+            holder.set_view(HostNews(hosts=rows, gone=None, jobs=()))
         yield holders[0], holders[1]
     finally:
         for holder in holders:

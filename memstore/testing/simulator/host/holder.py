@@ -36,7 +36,6 @@ from memstore.core.wire.messages import (
     Report,
 )
 from memstore.core.wire.orders import (
-    AllHosts,
     EchoClock,
     HostNews,
     JournalAppend,
@@ -269,8 +268,8 @@ class SimHolder:
             case TakeIncarnation():
                 self.begin_again(order.above)
             case _:
-                if isinstance(order, AllHosts | HostNews):
-                    known = self.view.difference(order.gone) if isinstance(order, HostNews) else set()
+                if isinstance(order, HostNews):
+                    known = self.view.difference(order.gone) if order.gone is not None else set()
                     self.view = known | {row.host for row in order.hosts}
                     self.peer_server.keep_senders(self.view)
                 at_once = obey(self.io, self.state, order)

@@ -20,7 +20,6 @@ from memstore.core.holder.reads import stage
 from memstore.core.wire.ids import WireShard, WireSpec, WireStep
 from memstore.core.wire.orders import (
     AbandonStep,
-    AllHosts,
     CallAnswered,
     ChunkRange,
     DropJob,
@@ -91,7 +90,6 @@ BEGUN: list[tuple[Order, Lane, Callable[..., Any]]] = [  # each is given the ord
 ]
 BEGUN_WITH: list[tuple[Order, Lane, Callable[..., Any], tuple[Any, ...]]] = [
     *((order, lane, procedure, (order,)) for order, lane, procedure in BEGUN),
-    (AllHosts(hosts=(), jobs=("job",)), Lane("room"), room.keep_shares, (("job",),)),
     (HostNews(hosts=(), gone=(), jobs=("job",)), Lane("room"), room.keep_shares, (("job",),)),
     (Fence(job="job", attempt=2, members=("n",)), Lane("fence"), seal.fence, ("job", 2, ("n",))),
     (REPAIR, Lane("repair"), push.run, (push.Push(SHARD, DIGEST, "b", is_repair=True),)),

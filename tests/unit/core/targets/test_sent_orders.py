@@ -10,7 +10,6 @@ from memstore.core.cluster.facts import HostsJoined
 from memstore.core.journal import compaction, records
 from memstore.core.journal.records import entry_from_record
 from memstore.core.wire.orders import (
-    AllHosts,
     Fence,
     HostNews,
     JournalAppend,
@@ -38,10 +37,9 @@ def known(world: ControllerWorld, host: str) -> set[str]:
     """The hosts whose addresses a host has, by all views that it was ever given."""
     peers: set[str] = set()
     for order in world.holders[host].orders:
-        if isinstance(order, AllHosts):
-            peers = {row.host for row in order.hosts}
-        elif isinstance(order, HostNews):
-            peers = peers.difference(order.gone) | {row.host for row in order.hosts}
+        if isinstance(order, HostNews):
+            kept = set() if order.gone is None else peers.difference(order.gone)
+            peers = kept | {row.host for row in order.hosts}
     return peers
 
 
@@ -57,7 +55,7 @@ def test_a_host_that_is_suspected_for_a_moment_is_no_news() -> None:
     world.thaw("h1")
     assert world.run_until(lambda: world.served.hosts.is_answering("h1"), 5.0)
     world.run(1.0)
-    news = AllHosts | HostNews | PushTargets | Reserve
+    news = HostNews | PushTargets | Reserve
     assert not [order for holder in world.holders.values() for order in holder.orders if isinstance(order, news)]
 
 
@@ -75,7 +73,7 @@ def test_views_say_who_came_and_who_went_and_a_newcomer_learns_of_all(has_job: b
     world.return_host("h1")
     world.run(2.0)
     assert all(known(world, host) == set(world.holders) for host in ("h0", "h2", "h3", "h4"))
-    sizes = [len(order.hosts) for order in sent_to(world, "h0", HostNews)]
+    sizes = [len(order.hosts) for order in sent_to(world, "h0", HostNews) if order.gone is not None]
     assert sizes
     assert max(sizes) <= 2
 
@@ -84,7 +82,7 @@ def test_hosts_that_join_together_are_one_word_to_the_others() -> None:
     """Their facts and their addresses go out once a tick, not once a host (R16)."""
     world = ControllerWorld(2)
     world.run(2.0)
-    sent_to(world, "h0", AllHosts)
+    sent_to(world, "h0", HostNews)
     for number in range(2, 12):
         world.add_host(f"h{number}", {})
     world.run(2.0)
