@@ -21,9 +21,9 @@ from memstore.client.prepare import PutPreparation
 from memstore.client.shared_shard import SharedShard
 from memstore.client.ticket import CATCHING_UP, TERMINAL, UNCOMMITTED, SkippedPuts, Ticket, check_step
 from memstore.config import Config
-from memstore.core.wire.calls import AskPutInterval, ReserveRoom, RetireStep, SkipStep
+from memstore.core.wire.calls import ReserveRoom, RetireStep, SkipStep
 from memstore.core.wire.rank_messages import PutWaiting, RoomGrown, StepLevel
-from memstore.core.wire.replies import Joined, Noted, PutInterval
+from memstore.core.wire.replies import Joined, Noted
 from memstore.errors import ClosedError, CommitError, GrowthRefused, MemstoreError, StepConflict
 from memstore.shell.codec.encode import PlanMemory, StatePlan, copy_into, cuda_device_of, plan_digest
 from memstore.shell.codec.interpreter import copying, waiting
@@ -461,14 +461,6 @@ class Puts:
     def _claim(self, count: int) -> Future[Noted]:
         request = ReserveRoom(**self.who(), slots=count)
         return self.link.call_soon(request, lambda answer: self._grown(count, answer.exception()))
-
-    def ask_put_interval(self, step: int, measured: dict[str, Any]) -> Future[PutInterval]:
-        """Ask, with all ranks, how many steps lie between two puts from now on (R33)."""
-        return self.link.call_soon(AskPutInterval(**self.who(), step=step, **measured))
-
-    def forget_put_interval(self, answer: Future[PutInterval]) -> None:
-        """Drop the call: training goes on from elsewhere."""
-        self.link.forget_call(answer)
 
     def on_room(self, event: RoomGrown) -> None:
         """Take this host's progress in making room."""

@@ -167,8 +167,8 @@ class Store(PinVerbs):
         """Return whether to put this step, by the job's `put_every`; the same answer on every rank (R33).
 
         Call it on every rank for every step, and put when it says so. With a time, a share or "auto" the first steps
-        are put and measured; then all ranks are sent a number of steps, and a new one now and then. It is asked for
-        ahead: should_put() waits only if the answer is late, at most `stall_budget_s`, and then goes by the last one.
+        are put and measured; then commits bring the number of steps from one put to the next, and a new one now and
+        then. should_put() waits only while several puts lack a commit, at most `stall_budget_s`.
 
         Raises:
             StepConflict: `step` is no int from 0 to 2**61 - 1.
@@ -211,6 +211,8 @@ class Store(PinVerbs):
         """Take a holder's event: a level for tickets, a check for a get under way, a fence."""
         match event:
             case StepLevel():
+                if event.attempt == self.attempt:
+                    self._put_schedule.learn(event)  # first: who waits for the level acts by it
                 self.puts.on_level(event)
             case CheckInto():
                 self._whole_get.check(event)
@@ -326,7 +328,7 @@ class Store(PinVerbs):
 
     def _go_on_from(self, step: int) -> None:
         self.puts.go_on_from(step)
-        self._put_schedule.restart(step)
+        self._put_schedule.go_on_from(step)
 
     # -- collectives, so that a put's copies travel between them (D87) --------------------------
 

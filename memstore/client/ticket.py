@@ -39,7 +39,6 @@ class Ticket:
         self.step, self.nbytes = step, nbytes
         self.began_s = began_s  # when its put began, monotonic
         self.stall_s = 0.0
-        self.committed_s = 0.0  # seconds from its put until it was committed; 0: not yet
         self.level = "pending"
         self.degraded = False
         self.reason = ""
@@ -69,8 +68,6 @@ class Ticket:
             if level in LEVELS and LEVELS.index(level) < LEVELS.index(self.level):
                 return False
             self.level, self.reason = level, self._torn or reason
-            if level == "committed" and not self.committed_s:
-                self.committed_s = time.monotonic() - self.began_s
             self.degraded = degraded if level in ("committed", "durable") else self.degraded
             self._changed.notify_all()
             return True

@@ -1,4 +1,4 @@
-"""A call that every rank of an attempt makes and that is answered once all have. Pure (R10, R20, R23, R27, R33).
+"""A call that every rank of an attempt makes and that is answered once all have. Pure (R10, R20, R23, R27).
 
 calling --every rank has called--> complete --its owner decides--> answered, all alike
    |--a rank died--> its call is void, and awaited again

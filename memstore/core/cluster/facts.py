@@ -74,6 +74,8 @@ class StepCommitted(FactBase, frozen=True):
     is_degraded: bool
     reason: str
     wall_s: float
+    put_from: int = 0  # from this step on `put_steps` lie between two puts: the last word so far (R33)
+    put_steps: int = 1
 
 
 class StepRetired(FactBase, frozen=True):
@@ -101,15 +103,6 @@ class SlotsReserved(FactBase, frozen=True):
     job: str
     attempt: int
     needs: tuple[int, ...]  # slots of one version, by rank
-
-
-class PutIntervalSet(FactBase, frozen=True):
-    """All ranks of an attempt go by this distance between puts from some steps after `step` on (R33)."""
-
-    job: str
-    attempt: int
-    step: int
-    steps: int
 
 
 class RestoreReleased(FactBase, frozen=True):
@@ -168,7 +161,6 @@ Fact = (
     | HostDraining
     | AttemptOpened
     | SlotsReserved
-    | PutIntervalSet
     | RestoreDecided
     | RestoreReleased
     | StepCommitted

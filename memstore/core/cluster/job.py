@@ -18,6 +18,7 @@ from typing import Any, Generic, Literal, TypeVar
 from memstore.core.cluster.facts import AttemptOpened, JobBranched, StepCommitted, StepPinned, StepRetired
 from memstore.core.cluster.recovery import Recovery
 from memstore.core.cluster.step_phases import StepPhases
+from memstore.core.schedule.put_interval import PutCosts
 from memstore.core.schedule.step_pace import Pace
 from memstore.core.wire.codec import Request
 from placement.groups import Placement
@@ -89,7 +90,8 @@ class Attempt:
     steps: StepPhases = field(default_factory=StepPhases)
     damaged_s: dict[int, float] = field(default_factory=dict)  # open step -> since when no copy has some chunk
     needs: dict[int, int] = field(default_factory=dict)  # rank -> slots of one version (R10)
-    put_intervals: dict[int, int] = field(default_factory=dict)  # step of a round -> distance between puts (R33)
+    put_interval: tuple[int, int] = (0, 1)  # from a step on, so many lie between two puts (R33)
+    put_costs: PutCosts = field(default_factory=PutCosts)
     resume_step: int = 0  # ranks skip steps below it (R12)
     resume_gap: int = 1
     pace: Pace = field(default_factory=Pace)  # of its puts

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Literal
 
+from msgspec.structs import replace
+
 from memstore.core.capacity.drop_orders import Drops
 from memstore.core.capacity.reservations import Reservations
 from memstore.core.capacity.retention import Retention
@@ -13,15 +15,20 @@ from memstore.core.cluster.collective import attempt_of
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.events import CommitApplied
 from memstore.core.cluster.facts import StepCommitted, StepSkipped
+from memstore.core.cluster.failures import mtbf_s
 from memstore.core.cluster.job import Attempt, AttemptMember, Call, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.commit.commit_rule import CommitRule, Held
 from memstore.core.journal.replication import Journal
+from memstore.core.schedule.put_interval import PutCosts, decide_steps, lead_end
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.ids import WireShard
+from memstore.core.wire.measured import seconds
 from memstore.core.wire.orders import AbandonStep, DropJob, FreeCopies, RaiseLevel
 from memstore.core.wire.replies import Skipped
+from memstore.core.wire.reports import PutTimes
+from memstore.intervals import parse_put_every
 from placement.domains import is_finer
 from recovery.inventory import Copy, ShardId, StepId
 
@@ -93,8 +100,8 @@ class StepCommits:
         is_over = attempt.steps.get(step.step) in ("abandoned", "superseded")
         return is_over or job.is_abandoned(step) or step.step < job.newest_commit(step.attempt)
 
-    def sealed(self, now: float, copy: Copy) -> None:
-        """Take a host's report of a verified copy, whole or with chunks missing."""
+    def sealed(self, now: float, copy: Copy, put: PutTimes | None = None) -> None:
+        """Take a host's report of a verified copy, whole or with chunks missing; `put`: of a rank's own put."""
         if not self.take_copy(copy):
             return
         shard = copy.shard
@@ -114,6 +121,8 @@ class StepCommits:
                     attempt.pace.reached(shard.step, now)
                     attempt.progress.reached(shard.step, now)
                     member.put(shard.step, now)
+                    if put is not None:
+                        attempt.put_costs.put(shard.step, now - seconds(put.age_s), seconds(put.stall_s))
                     self._give_up_passed(job, attempt, shard)
             if shard.step not in attempt.steps:
                 attempt.steps.begin(shard.step)
@@ -247,7 +256,7 @@ class StepCommits:
         if commit is not None:
             fact = self.commit_rule(job, commit.world_size, step) if commit.is_degraded else None
             if fact is not None and not fact.is_degraded and not self._is_recording(fact):
-                self.journal.record(fact)
+                self.journal.record(replace(fact, put_from=commit.put_from, put_steps=commit.put_steps))
             return
         attempt = job.attempts.get(step.attempt)
         if attempt is None or attempt is not job.newest:
@@ -259,7 +268,31 @@ class StepCommits:
         fact = self.commit_rule(job, attempt.world_size, step)
         if fact is not None:
             attempt.steps[step.step] = "committing"
-            self.journal.record(fact)
+            put_from, put_steps = self._put_interval(job, attempt, step.step)
+            self.journal.record(replace(fact, put_from=put_from, put_steps=put_steps))
+
+    def _put_interval(self, job: Job, attempt: Attempt, step: int) -> tuple[int, int]:
+        """Decide with the commit of a step how far puts lie apart, for steps that no rank reaches without it (R33)."""
+        unapplied = [fact for fact in self.journal.log.unapplied() if isinstance(fact, StepCommitted)]
+        sent = [f for f in unapplied if (f.job, f.attempt) == (job.name, attempt.attempt_number)]
+        first, steps = max([attempt.put_interval, *((f.put_from, f.put_steps) for f in sent)])
+        every = parse_put_every(attempt.config.get("put_every", "step"))
+        attempt.put_costs.committed(step, self.state.now)
+        measured = attempt.put_costs.measured()
+        if every.steps is not None or measured is None or step < first:
+            return first, steps
+        failure_s = mtbf_s(self.state, job)
+        found = decide_steps(every, measured, failure_s, steps)
+        if found == steps:
+            return first, steps
+        self.out.log(
+            f"job {job.name!r}: every {found} steps are put ({attempt.config['put_every']}): a step takes "
+            f"{measured.step_s:.3g} s, a put blocks {measured.stall_s:.3g} s, is committed after "
+            f"{measured.commit_s:.3g} s, a failure every {failure_s / 3600:.3g} h"
+        )
+        first = lead_end(step, job.newest_commit(attempt.attempt_number), steps)
+        attempt.put_costs = PutCosts(first)
+        return first, found
 
     def _is_recording(self, fact: StepCommitted) -> bool:
         """Return whether a commit fact of the same step is not replicated yet."""
@@ -324,6 +357,7 @@ class StepCommits:
         if attempt is not None:
             attempt.steps[fact.step] = "committed"
             attempt.has_put, attempt.resume_gap, attempt.passed_count = True, 1, 0
+            attempt.put_interval = max(attempt.put_interval, (fact.put_from, fact.put_steps))
         if is_replay:
             return
         if attempt is not None:
@@ -362,7 +396,7 @@ class StepCommits:
     def _committed_order(job: Job, attempt: Attempt, fact: StepCommitted) -> RaiseLevel:
         return RaiseLevel(
             job=job.name, attempt=attempt.attempt_number, step=fact.step, level="committed", reason=fact.reason,
-            degraded=fact.is_degraded,
+            degraded=fact.is_degraded, put_from=attempt.put_interval[0], put_steps=attempt.put_interval[1],
         )  # fmt: skip
 
     def _raise_level(self, attempt: Attempt, order: RaiseLevel) -> None:
@@ -373,7 +407,10 @@ class StepCommits:
         """Raise the tickets of a step on durable storage to that level."""
         attempt = job.attempts.get(step.attempt)
         if attempt is not None and attempt is job.newest:
-            order = RaiseLevel(job=job.name, attempt=attempt.attempt_number, step=step.step, level="durable")
+            order = RaiseLevel(
+                job=job.name, attempt=attempt.attempt_number, step=step.step, level="durable",
+                put_from=attempt.put_interval[0], put_steps=attempt.put_interval[1],
+            )  # fmt: skip
             self._raise_level(attempt, order)
 
     def _abandon_order(

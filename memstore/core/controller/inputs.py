@@ -16,7 +16,6 @@ from memstore.core.controller.queries import Queries
 from memstore.core.controller.takeover import Takeover
 from memstore.core.wire import reports
 from memstore.core.wire.calls import (
-    AskPutInterval,
     CloseStore,
     Get,
     ReserveRoom,
@@ -65,7 +64,6 @@ class Inputs:
             ShardLoaded: lambda call: p.rounds.loaded(state.now, call),
             Rewind: p.rewinds.ask,
             ReserveRoom: p.room.reserve,
-            AskPutInterval: p.put_interval_rounds.ask,
             SkipStep: self._skip,
             CloseStore: p.attempts.close,
         }
@@ -159,7 +157,7 @@ class Inputs:
         p, copy = self.parts, report.copy.on(host)
         p.recorder.sealed(copy, host, report.put)
         p.repair.pushed(copy.shard, host)
-        p.steps.sealed(self.state.now, copy)
+        p.steps.sealed(self.state.now, copy, report.put)
 
     def _fenced(self, host: str, report: reports.Fenced) -> None:
         copies = [copy.on(host) for copy in report.copies]

@@ -6,7 +6,6 @@ This is the one place where parts meet. `reactions.py` has each part's reaction 
 from __future__ import annotations
 
 from memstore.core.attempts.join import Attempts
-from memstore.core.attempts.put_interval_rounds import PutIntervalRounds
 from memstore.core.attempts.rewind import Rewinds
 from memstore.core.capacity.drop_orders import Drops
 from memstore.core.capacity.reservations import Reservations
@@ -75,7 +74,6 @@ class Parts:
         # attempts
         self.attempts = Attempts(state, out, self.journal, self.view, self.durable_markers)
         self.rewinds = Rewinds(state, out, self.view, self.attempts)
-        self.put_interval_rounds = PutIntervalRounds(state, out, self.journal, self.waiters)
         # restore
         self.reads = SingleReads(state, out, term)
         self.staging = Staging(state, out, self.journal, self.room, self.repair)

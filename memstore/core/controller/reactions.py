@@ -25,7 +25,6 @@ def facts(p: Parts) -> Mapping[type[f.Fact], tuple[Fact, ...]]:
     return {
         f.AttemptOpened: (lambda fact, past: p.attempts.apply_opened(state.now, fact, is_replay=past),),
         f.SlotsReserved: (lambda fact, past: p.room.apply_claimed(fact, is_replay=past),),
-        f.PutIntervalSet: (lambda fact, past: p.put_interval_rounds.apply(fact),),
         f.RestoreDecided: (lambda fact, past: p.rounds.apply_decided(state.now, fact, is_replay=past),),
         f.RestoreReleased: (lambda fact, past: p.rounds.apply_released(state.now, fact, is_replay=past),),
         f.JobBranched: (lambda fact, past: p.rounds.apply_branched(state.now, fact, is_replay=past),),
@@ -50,7 +49,6 @@ def reactions(p: Parts, membership: Membership) -> Mapping[type[e.Happened], tup
     forgetting = (
         p.attempts,
         p.room,
-        p.put_interval_rounds,
         p.rounds,
         p.waiters,
         p.followers,

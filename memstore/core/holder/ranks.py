@@ -156,8 +156,9 @@ async def send_to_attempt(io: HolderIo, state: HolderState, job: str, level: Ste
 def raised(order: RaiseLevel) -> StepLevel:
     """Return the level that a step has reached."""
     return StepLevel(
-        attempt=order.attempt, step=order.step, level=order.level, reason=order.reason, degraded=order.degraded
-    )
+        attempt=order.attempt, step=order.step, level=order.level, reason=order.reason, degraded=order.degraded,
+        put_from=order.put_from, put_steps=order.put_steps,
+    )  # fmt: skip
 
 
 def abandoned(order: AbandonStep) -> StepLevel:

@@ -47,7 +47,7 @@ def is_needed(state: ClusterState, fact: f.Fact) -> bool:
     if isinstance(fact, f.StepSkipped):
         newest = max(job.commits, default=None) if job is not None else None
         return newest is None or StepId(fact.attempt, fact.step) > newest
-    if isinstance(fact, f.PutIntervalSet | f.SlotsReserved):
+    if isinstance(fact, f.SlotsReserved):
         return job is not None and fact.attempt == job.newest_number
     if isinstance(fact, f.StepPinned):
         return job is not None and job.pins.get(fact.name) == fact

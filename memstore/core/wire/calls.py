@@ -22,7 +22,6 @@ from memstore.core.wire.replies import (
     Persisted,
     PinNoted,
     Plan,
-    PutInterval,
     Removed,
     RollCalled,
     ShardPlaced,
@@ -153,15 +152,6 @@ class ReserveRoom(RankRequest[Noted], frozen=True, tag="reserve"):
     """Claim room for versions of so many slots; answered when all hosts have it (R10)."""
 
     slots: Positive
-
-
-class AskPutInterval(RankRequest[PutInterval], frozen=True, tag="ask_put_interval"):
-    """Agree how many steps lie between puts after this one (R33)."""
-
-    step: Unsigned
-    step_s: float | None = None
-    stall_s: float | None = None
-    commit_s: float | None = None
 
 
 class SkipStep(RankRequest[Skipped], frozen=True, tag="skip"):
@@ -344,7 +334,6 @@ RankCall = (
     | Get
     | Withdraw
     | ReserveRoom
-    | AskPutInterval
     | SkipStep
     | RetireStep
     | ReportDiffering

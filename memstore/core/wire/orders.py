@@ -195,6 +195,9 @@ class RaiseLevel(Message, frozen=True, tag="raise_level"):
     level: Literal["committed", "durable"]
     reason: str = ""
     degraded: bool = False
+    put_from: Unsigned = 0
+    """From this step on `put_steps` lie between two puts (R33)."""
+    put_steps: Unsigned = 1
 
 
 class AbandonStep(Message, frozen=True, tag="abandon_step"):

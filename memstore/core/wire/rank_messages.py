@@ -184,6 +184,9 @@ class StepLevel(Message, frozen=True, tag="level"):
     """All ranks put again from this step on (R12)."""
     digest: str = ""
     """Of the rank's shard, once it is sealed: the same step is taken again only with this one (R12)."""
+    put_from: Unsigned = 0
+    """From this step on `put_steps` lie between two puts (R33)."""
+    put_steps: Unsigned = 1
 
 
 class CheckInto(Message, frozen=True, tag="check_into"):

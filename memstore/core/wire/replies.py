@@ -58,12 +58,6 @@ class Joined(Message, frozen=True, tag="joined"):
     shared_shard: SharedShardPlace | None
 
 
-class PutInterval(Message, frozen=True, tag="put_interval"):
-    """How many steps lie between two puts from now on (R33)."""
-
-    steps: Unsigned
-
-
 class Skipped(Message, frozen=True, tag="skipped"):
     """The step is given up: all ranks put again from `resume` on (R12)."""
 
@@ -323,7 +317,6 @@ class DrainNoted(Message, frozen=True, tag="drain_noted"):
 PassedReply = (
     Noted
     | Joined
-    | PutInterval
     | Skipped
     | RollCalled
     | NoRollCall

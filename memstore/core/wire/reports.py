@@ -91,7 +91,7 @@ class Called(Message, frozen=True, tag="called"):
 
 
 class PutTimes(Part, frozen=True):
-    """What a rank and its holder measured of a put: for people only."""
+    """What a rank and its holder measured of a put: for people, and for `put_every` (R33)."""
 
     stall_s: float
     age_s: float

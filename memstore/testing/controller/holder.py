@@ -64,6 +64,7 @@ class FakeRank:
     degraded: dict[int, bool] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     resume_step: int = 0
+    put_interval: tuple[int, int] = (0, 1)  # what commits brought
     into_error: tuple[str, str] | None = None
     loads: bool = True  # False: it is at it until the test says more
     is_loading: bool = False  # its get brought bytes, and is not over
@@ -375,6 +376,7 @@ class FakeHolder:
 
     def _level(self, order: orders.RaiseLevel) -> None:
         for rank in self._ranks_of(order):
+            rank.put_interval = max(rank.put_interval, (order.put_from, order.put_steps))
             rank.raise_level(order.step, order.level, order.reason, is_degraded=order.degraded)
             if order.level == "committed":
                 for step in [s for s in rank.tickets if s < order.step]:

@@ -113,7 +113,7 @@ def commit_without_a_rank(real: Any, self: StepCommits, job: Job, world_size: in
 
 @planted("reports-counted-twice", "R18", "I4", Fault(2.0, "double-reports", count=200),
          at=(StepCommits, "sealed"))  # fmt: skip
-def reports_counted_twice(real: Any, self: StepCommits, now: float, copy: Any) -> None:
+def reports_counted_twice(real: Any, self: StepCommits, now: float, copy: Any, put: Any) -> None:
     """A seal that is reported twice counts as two copies."""
     job = self.state.jobs.get(copy.shard.job)
     step = StepId(copy.shard.attempt, copy.shard.step)
@@ -121,7 +121,7 @@ def reports_counted_twice(real: Any, self: StepCommits, now: float, copy: Any) -
     if job is not None and known.get(copy.host) == copy and step not in job.commits:
         for host in self.state.hosts.live_ids():
             job.add_copy(replace(copy, host=host))
-    real(self, now, copy)
+    real(self, now, copy, put)
 
 
 @planted("fact-not-written", "R16", "R16")
@@ -146,9 +146,9 @@ def fact_not_written() -> Iterator[None]:
 
 
 @planted("evicted-early", "R19", "R19", at=(StepCommits, "sealed"))
-def evicted_early(real: Any, self: StepCommits, now: float, copy: Any) -> None:
+def evicted_early(real: Any, self: StepCommits, now: float, copy: Any, put: Any) -> None:
     """The last committed step is dropped when a newer one is put, before that is committed."""
-    real(self, now, copy)
+    real(self, now, copy, put)
     job = self.state.jobs[copy.shard.job]
     for step in [s for s in job.copies if s in job.commits and s < StepId(copy.shard.attempt, copy.shard.step)]:
         self.retention._drop_step(job, step)
