@@ -51,9 +51,7 @@ STORE_FIELDS = (
     "dscp",
     "recovery_grace_s",
     "abandoned_arena_ttl_s",
-    "tls_cert",
-    "tls_key",
-    "tls_ca",
+    "tls_dir",
 )
 
 
@@ -81,9 +79,7 @@ class Config:
     dscp: int = 1  # traffic class of copies: 1 is "lower effort" (RFC 8622), 8 its predecessor CS1, 0 the default
     recovery_grace_s: float = 30.0  # longest wait of a get for hosts that the newest commit names (R24)
     abandoned_arena_ttl_s: float = 86_400.0  # a job without holders for this long is dropped if unused; 0: never (R5)
-    tls_cert: str | None = None  # this host's certificate, PEM, the same path on every host; None: plain TCP
-    tls_key: str | None = None  # the certificate's key, PEM, mode 0600; all three TLS files are given, or none
-    tls_ca: str | None = None  # authority that signs the store's certificates, PEM
+    tls_dir: str | None = None  # folder of cert.pem, key.pem (mode 0600) and ca.pem, on every host; None: plain TCP
 
     # -- job fields ---------------------------------------------------------------------------
     replicas: int = 2  # copies of each shard, the owner's own included
@@ -125,7 +121,8 @@ class Config:
             object.__setattr__(self, name, _check_number(name, getattr(self, name), low, high))
         if self.chunk_bytes % 4096:
             raise ConfigError(f"chunk_bytes={self.chunk_bytes} must be a multiple of 4096", field="chunk_bytes")
-        _check_tls({name: getattr(self, name) for name in ("tls_cert", "tls_key", "tls_ca")})
+        if self.tls_dir is not None:
+            _check_path("tls_dir", self.tls_dir)
         if self.min_copies > self.replicas:
             raise ConfigError(
                 f"min_copies={self.min_copies} exceeds replicas={self.replicas}: lower min_copies or raise replicas",
@@ -257,19 +254,6 @@ def _check_number(name: str, value: object, low: float, high: float) -> int | fl
         f"{name}={value!r} is out of range: it must be a {'whole ' if is_whole else ''}number from {_bound(low)} to "
         f"{_bound(high)}", field=name, value=value,
     )  # fmt: skip
-
-
-def _check_tls(files: dict[str, Any]) -> None:
-    """Refuse a part of the three, and paths that mean something else in another process."""
-    given = [name for name, path in files.items() if path is not None]
-    missing = [name for name, path in files.items() if path is None]
-    if given and missing:
-        raise ConfigError(
-            f"{', '.join(given)} without {', '.join(missing)}: TLS needs all three, plain TCP none", field=missing[0]
-        )
-    for name in given:
-        if not isinstance(files[name], str) or not files[name].startswith("/") or "\0" in files[name]:
-            raise ConfigError(f"{name}={files[name]!r} is not an absolute path", field=name, value=files[name])
 
 
 def _check_durable(place: object, compression: object, key_file: object) -> None:

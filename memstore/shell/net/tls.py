@@ -35,33 +35,32 @@ class Tls:
 
     @classmethod
     def load(cls, config: Config) -> Tls | None:
-        """Read the files that the config names; None if it names none.
+        """Read the files in the folder that the config names; None if it names none.
 
         Raises:
             ConfigError: A file cannot be read or decoded, or the key is readable by others.
         """
-        if config.tls_cert is None or config.tls_key is None or config.tls_ca is None:
+        if config.tls_dir is None:
             return None
+        cert, key, authority = (f"{config.tls_dir}/{name}.pem" for name in ("cert", "key", "ca"))
         try:
-            mode = Path(config.tls_key).stat().st_mode
+            mode = Path(key).stat().st_mode
             if mode & 0o077:
-                raise ConfigError(
-                    f"tls_key {config.tls_key} has mode {mode & 0o777:04o}, open to others: use 0600", field="tls_key"
-                )
-            pem = Path(config.tls_cert).read_text(encoding="ascii")
+                raise ConfigError(f"{key} has mode {mode & 0o777:04o}, open to others: use 0600", field="tls_dir")
+            pem = Path(cert).read_text(encoding="ascii")
             first = pem[pem.index(ssl.PEM_HEADER) : pem.index(ssl.PEM_FOOTER) + len(ssl.PEM_FOOTER)]
             return cls(
-                _context(ssl.PROTOCOL_TLS_SERVER, config.tls_cert, config.tls_key, config.tls_ca),
-                _context(ssl.PROTOCOL_TLS_CLIENT, config.tls_cert, config.tls_key, config.tls_ca),
+                _context(ssl.PROTOCOL_TLS_SERVER, cert, key, authority),
+                _context(ssl.PROTOCOL_TLS_CLIENT, cert, key, authority),
                 hashlib.sha256(ssl.PEM_cert_to_DER_cert(first)).digest(),
             )
         except (OSError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(
-                f"TLS cannot be set up from tls_cert={config.tls_cert}, tls_key={config.tls_key}, "
-                f"tls_ca={config.tls_ca}: {error}; each must be a PEM file on this host, the key without a password"
-            ) from error
+                f"TLS cannot be set up from tls_dir={config.tls_dir}: {error}; cert.pem, key.pem and ca.pem must be in "
+                "it on every host, in PEM, the key without a password", field="tls_dir",
+            ) from error  # fmt: skip
 
     def wrap(self, sock: socket.socket, *, is_server: bool) -> TlsStream:
         """Take over a connected, non-blocking socket; nothing is sent before `TlsStream.shake`."""
@@ -158,4 +157,4 @@ def _context(side: int, cert: str, key: str, authority: str) -> ssl.SSLContext:
 
 
 def _no_password() -> str:
-    raise ConfigError("tls_key has a password: it would have to be typed on every host", field="tls_key")
+    raise ConfigError("the key in tls_dir has a password: it would have to be typed on every host", field="tls_dir")

@@ -53,7 +53,7 @@ class Dialler:
         """Take the folder of this host's arena, and the settings of the running store."""
         self._folder, self._store = folder, str(settings["store"])
         self._streams = int(settings["streams"])
-        self._tls_files: dict[str, Any] = {name: settings.get(name) for name in ("tls_cert", "tls_key", "tls_ca")}
+        self._tls_dir: str | None = settings.get("tls_dir")
         self._tls: Tls | None = None
 
     @property
@@ -63,8 +63,8 @@ class Dialler:
 
     def connect(self, host: str, endpoint: Endpoint) -> Channel:
         """Open a connection to a holder. TransportError, or ConfigError for files of TLS that this user cannot use."""
-        if self._tls is None and any(self._tls_files.values()):
-            self._tls = Tls.load(Config(**self._tls_files))
+        if self._tls is None and self._tls_dir is not None:
+            self._tls = Tls.load(Config(tls_dir=self._tls_dir))
         return connect_tcp(
             endpoint.address, endpoint.port, secret=read_secret(self._folder), store=self._store,
             identity=ReaderIdentity(host=self._folder.name), timeout_s=CONNECT_S, host=host, tls=self._tls,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import ssl
 import threading
@@ -65,19 +66,37 @@ def authority(folder: Path) -> Callable[[str], Config]:
     (folder / "ca.pem").write_bytes(certificate(ca_name, ca_key, True))
 
     def member(name: str) -> Config:
+        own = folder / name
+        own.mkdir()
+        shutil.copy(folder / "ca.pem", own)
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-        (folder / f"{name}.pem").write_bytes(certificate(subject, key, False))
-        (folder / f"{name}.key").touch(mode=0o600)
-        (folder / f"{name}.key").write_bytes(
+        (own / "cert.pem").write_bytes(certificate(subject, key, False))
+        (own / "key.pem").touch(mode=0o600)
+        (own / "key.pem").write_bytes(
             key.private_bytes(
                 serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
             )
         )
-        files = {"tls_cert": f"{name}.pem", "tls_key": f"{name}.key", "tls_ca": "ca.pem"}
-        return Config(**{field: str(folder / file) for field, file in files.items()})
+        return Config(tls_dir=str(own))
 
     return member
+
+
+def changed(config: Config, folder: Path, **files: Path | bytes | None) -> Config:
+    """Return a copy of the config with a copy of its folder, in which files are others, or are not there."""
+    shutil.copytree(str(config.tls_dir), folder)
+    for name, content in files.items():
+        path = folder / f"{name}.pem"
+        if content is None:
+            path.unlink()
+        else:
+            path.write_bytes(content if isinstance(content, bytes) else content.read_bytes())
+    return replace(config, tls_dir=str(folder))
+
+
+def file_of(config: Config, name: str) -> Path:
+    return Path(str(config.tls_dir)) / name
 
 
 @pytest.fixture(scope="module")
@@ -256,13 +275,10 @@ def test_a_certificate_may_come_with_those_between_it_and_the_authority(
     members: dict[str, Config], aside: Callable[..., Future[Any]], tmp_path: Path
 ) -> None:
     """A file with more than one certificate: its own is the first, and the proofs of both ends name that."""
-    chain = tmp_path / "chain.pem"
-    chain.write_text(
-        "".join(Path(str(members["a"].tls_cert if n else members["b"].tls_cert)).read_text() for n in (0, 1))
-    )
+    chain = b"".join(file_of(members[name], "cert.pem").read_bytes() for name in ("b", "a"))
     left, right = socket.socketpair()
     with Channel(left) as client, Channel(right) as server:
-        server_tls = tls_of(replace(members["b"], tls_cert=str(chain)))
+        server_tls = tls_of(changed(members["b"], tmp_path / "chain", cert=chain))
         shake((client, server), aside, (tls_of(members["a"]), server_tls))
 
 
@@ -302,8 +318,7 @@ def test_a_job_is_put_committed_and_restored_over_tls(
     tmp_path: Path, nursery: RankNursery, members: dict[str, Config]
 ) -> None:
     """Holders and controller speak TLS; peers without it, or of another authority, change nothing and see nothing."""
-    files = {name: getattr(members["a"], name) for name in ("tls_cert", "tls_key", "tls_ca")}
-    with ProcessCluster(tmp_path, HOSTS, **files) as cluster:
+    with ProcessCluster(tmp_path, HOSTS, tls_dir=members["a"].tls_dir) as cluster:
         fleet = Fleet(cluster, nursery)
         ranks = fleet.begin(["h0", "h1"], last_step=3)
         before = cluster.settled_inventory(2)
@@ -337,36 +352,33 @@ def test_a_job_is_put_committed_and_restored_over_tls(
 def _without_certificate(config: Config) -> Any:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.load_verify_locations(config.tls_ca)
+    context.load_verify_locations(file_of(config, "ca.pem"))
     return context
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"tls_ca": None}, "without tls_ca"),
-        ({"tls_key": "key.pem"}, "absolute"),
-        ({"tls_cert": "/nowhere/cert.pem"}, "cannot be set up"),
-    ],
-)
-def test_half_a_configuration_is_refused(members: dict[str, Config], fields: dict[str, Any], words: str) -> None:
-    """A part of the files, a relative path, a file that is not there: a ConfigError that says so."""
-    with pytest.raises(ConfigError, match=words):
-        Tls.load(replace(members["a"], **fields))
+@pytest.mark.parametrize("name", ["cert", "key", "ca"])
+def test_half_a_configuration_is_refused(members: dict[str, Config], tmp_path: Path, name: str) -> None:
+    """A part of the files, a relative path, a setting of before: a ConfigError that says what there is."""
+    with pytest.raises(ConfigError, match=r"cannot be set up.*cert\.pem, key\.pem and ca\.pem"):
+        Tls.load(changed(members["a"], tmp_path / "half", **{name: None}))
+    with pytest.raises(ConfigError, match="not an absolute path"):
+        Config(tls_dir="tls")
+    with pytest.raises(ConfigError, match="tls_dir"):
+        Config().with_fields({f"tls_{name}": "/tls/file.pem"})
 
 
 @pytest.mark.parametrize(
     ("arguments", "env", "words"),
     [
-        (["--tls-cert", "/c.pem"], {}, "TLS needs all three"),
-        ([], {"MEMSTORE_TLS_KEY": "/k.pem"}, "TLS needs all three"),
-        (["--tls-cert", "c.pem", "--tls-key", "/k.pem", "--tls-ca", "/a.pem"], {}, "not an absolute path"),
+        (["--tls-dir", "tls"], {}, "not an absolute path"),
+        ([], {"MEMSTORE_TLS_DIR": "tls"}, "not an absolute path"),
+        (["--tls-cert", "/c.pem"], {}, "No such option"),
     ],
 )
-def test_up_takes_the_files_as_options_or_from_the_environment(
+def test_up_takes_the_folder_as_an_option_or_from_the_environment(
     arguments: list[str], env: dict[str, str], words: str
 ) -> None:
-    """Half of them, or a relative path, is wrong usage before anything is started."""
+    """A relative path, or an option of before, is wrong usage before anything is started."""
     result = CliRunner().invoke(main, ["up", *arguments], env=env)
     assert result.exit_code == 2
     assert words in " ".join(result.stderr.split())
@@ -375,26 +387,23 @@ def test_up_takes_the_files_as_options_or_from_the_environment(
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o620])
 def test_a_key_that_others_can_read_is_refused(members: dict[str, Config], tmp_path: Path, mode: int) -> None:
     """A key open to others or a group is a ConfigError naming the mode; so is another one's certificate an error."""
-    key = tmp_path / "key"
-    key.write_bytes(Path(str(members["a"].tls_key)).read_bytes())
-    key.chmod(mode)
+    open_one = changed(members["a"], tmp_path / "open")
+    file_of(open_one, "key.pem").chmod(mode)
     with pytest.raises(ConfigError, match=f"{mode:04o}"):
-        Tls.load(replace(members["a"], tls_key=str(key)))
+        Tls.load(open_one)
     with pytest.raises(ConfigError, match="cannot be set up"):
-        Tls.load(replace(members["a"], tls_key=members["b"].tls_key))
+        Tls.load(changed(members["a"], tmp_path / "other", key=file_of(members["b"], "key.pem")))
 
 
 def test_a_key_with_a_password_is_refused_not_asked_for(members: dict[str, Config], tmp_path: Path) -> None:
     """A password cannot be typed at every host: OpenSSL would wait there for the password."""
     from cryptography.hazmat.primitives import serialization
 
-    plain = serialization.load_pem_private_key(Path(str(members["a"].tls_key)).read_bytes(), None)
+    plain = serialization.load_pem_private_key(file_of(members["a"], "key.pem").read_bytes(), None)
     form, sealed = serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"secret")
-    key = tmp_path / "key"
-    key.touch(mode=0o600)
-    key.write_bytes(plain.private_bytes(serialization.Encoding.PEM, form, sealed))
+    key = plain.private_bytes(serialization.Encoding.PEM, form, sealed)
     with pytest.raises(ConfigError, match="has a password"):
-        Tls.load(replace(members["a"], tls_key=str(key)))
+        Tls.load(changed(members["a"], tmp_path / "sealed", key=key))
 
 
 def test_a_plain_frame_header_is_not_taken_for_tls(members: dict[str, Config]) -> None:
