@@ -26,6 +26,7 @@ VALUES = {
     "arena_bytes": '`"auto"`, bytes, or text such as `"64GiB"`',
     "failure_domains": "names of node labels",
     "interface": '`eth2`, `10.20.0.0/16`, an address, a list of these (`["ib0", "ib1"]`), or None',
+    "detect": '`"fast"`, `"normal"`, `"slow"`, or 0.1 s to 3,600 s',
     "tls_dir": "an absolute path or None",
     "put_every": '`"step"`, a number, `"30s"`, `"2%"`, `"auto"`',
     "placement": '`"mixed"`, `"group"`, `"ring"`',

@@ -13,7 +13,7 @@ import numbers
 import operator
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, asdict, dataclass, fields
 from typing import Any
 
@@ -23,6 +23,8 @@ from memstore.intervals import parse_every, parse_put_every
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SECONDS_MAX = 1e8  # three years: a longer wait would overflow the system's clocks
 WHOLE_LIMIT = 1 << 61  # a message carries numbers below 2**62, and a skip names a later step
+DETECT_S: Mapping[str | float, float] = {"fast": 2.0, "normal": 5.0, "slow": 20.0}  # silence until a host is dead
+SUSPECT_MAX_S, HEARTBEAT_MAX_S = 3.0, 0.5  # a controller's lease and what `status` shows depend on them as well
 SHOWN_CHARS_MAX = 160  # of a value in an error: it may come from a peer
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _COMMAND = re.compile(  # that is about one store; with nothing that names it yet
@@ -42,9 +44,7 @@ STORE_FIELDS = (
     "interface",
     "port",
     "streams",
-    "heartbeat_s",
-    "suspect_after_s",
-    "dead_after_s",
+    "detect",
     "repair_bytes_per_s",
     "scrub_bytes_per_s",
     "replicate_bytes_per_s",
@@ -70,9 +70,7 @@ class Config:
     interface: str | Sequence[str] | None = None  # network(s) of copies, each an interface or a CIDR; None: default's
     port: int = 0  # port of every holder; 0: any free one
     streams: int = 4  # most connections for bulk bytes between two hosts; never more than the host has cores
-    heartbeat_s: float = 0.5  # time between two heartbeats of a holder
-    suspect_after_s: float = 1.5  # silence after which new work avoids a host (R28)
-    dead_after_s: float = 5.0  # silence after which a host is dead; its copies are rebuilt as long after that (R28)
+    detect: str | float = "normal"  # silence until a host is dead, "fast": 2 s, "slow": 20 s, or a number (R28)
     repair_bytes_per_s: int = 2 * GIB  # most that one host sends to rebuild copies (R29)
     scrub_bytes_per_s: int = 64 * MIB  # most that a host digests again in the background; 0: no scrub (R30)
     replicate_bytes_per_s: int = 0  # most that a host sends to others, paced by the kernel; 0: no limit
@@ -103,6 +101,11 @@ class Config:
 
     def __new__(cls, **values: Any) -> Config:
         """Remember which fields are given: an unset one is not the same as one set to the default."""
+        known = cls.__dataclass_fields__
+        for name in values:
+            if name not in known:
+                names = ", ".join(sorted(name for name in known if not name.startswith("_")))
+                raise ConfigError(f"unknown config field {name!r}: it is one of {names}", field=name)
         made = super().__new__(cls)
         # Of a copy by dataclasses.replace() that is what comes before `_given`, and what was given before.
         named = itertools.takewhile(lambda name: name != "_given", values)
@@ -119,6 +122,7 @@ class Config:
             object.__setattr__(self, "arena_bytes", bytes_from_text("arena_bytes", self.arena_bytes))
         for name, low, high in _RANGES:
             object.__setattr__(self, name, _check_number(name, getattr(self, name), low, high))
+        object.__setattr__(self, "detect", _check_detect(self.detect))
         if self.chunk_bytes % 4096:
             raise ConfigError(f"chunk_bytes={self.chunk_bytes} must be a multiple of 4096", field="chunk_bytes")
         if self.tls_dir is not None:
@@ -133,18 +137,27 @@ class Config:
         parse_put_every(self.put_every)
         parse_every(self.durable_every)
         _check_durable(self.durable, self.durable_compression, self.durable_key_file)
-        if not self.heartbeat_s < self.suspect_after_s < self.dead_after_s:
-            raise ConfigError(
-                f"heartbeat_s={self.heartbeat_s} < suspect_after_s={self.suspect_after_s} < "
-                f"dead_after_s={self.dead_after_s} must hold",
-                field="suspect_after_s",
-            )
 
     @property
     def given(self) -> frozenset[str]:
         """The fields that were passed explicitly."""
         named: frozenset[str] = vars(self)["_given"]
         return named
+
+    @property
+    def dead_after_s(self) -> float:
+        """The silence after which a host is dead; its copies are rebuilt as long after that (R28)."""
+        return float(DETECT_S.get(self.detect, self.detect))
+
+    @property
+    def suspect_after_s(self) -> float:
+        """The silence after which new work avoids a host: free to undo, so never long (R28)."""
+        return min(0.3 * self.dead_after_s, SUSPECT_MAX_S)
+
+    @property
+    def heartbeat_s(self) -> float:
+        """The time between two heartbeats of a holder: three of them may be late before it is suspect."""
+        return min(0.1 * self.dead_after_s, HEARTBEAT_MAX_S)
 
     @property
     def lease_s(self) -> float:
@@ -179,10 +192,6 @@ class Config:
 
     def with_fields(self, values: dict[str, Any]) -> Config:
         """Return a copy with `values` replaced; an unknown name is a ConfigError."""
-        known = {f.name for f in fields(self)}
-        for name in values:
-            if name not in known:
-                raise ConfigError(f"unknown config field {name!r}: it is one of {', '.join(sorted(known))}", field=name)
         return Config(**{**{name: getattr(self, name) for name in self.given}, **values})
 
 
@@ -216,9 +225,6 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("chunk_bytes", 4096, 64 * MIB),
     ("port", 0, 65_535),
     ("streams", 1, 64),
-    ("heartbeat_s", 0.01, 60),
-    ("suspect_after_s", 0.05, 600),
-    ("dead_after_s", 0.1, 3600),
     ("repair_bytes_per_s", 8 * MIB, 1 << 50),
     ("scrub_bytes_per_s", 0, 1 << 50),
     ("replicate_bytes_per_s", 0, 1 << 50),
@@ -253,6 +259,19 @@ def _check_number(name: str, value: object, low: float, high: float) -> int | fl
     raise ConfigError(
         f"{name}={value!r} is out of range: it must be a {'whole ' if is_whole else ''}number from {_bound(low)} to "
         f"{_bound(high)}", field=name, value=value,
+    )  # fmt: skip
+
+
+def _check_detect(value: object) -> str | float:
+    """Return a word of `DETECT_S`, or a silence in seconds."""
+    if isinstance(value, str) and value in DETECT_S:
+        return value
+    plain = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+    if 0.1 <= plain <= 3600:
+        return plain
+    raise ConfigError(
+        f"detect={value!r} is not understood: use {', '.join(map(repr, DETECT_S))}, or a number of seconds from 0.1 to "
+        "3600, the silence after which a host is dead", field="detect", value=value,
     )  # fmt: skip
 
 

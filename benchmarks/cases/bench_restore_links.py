@@ -74,5 +74,5 @@ def _cluster(stack: contextlib.ExitStack, net: NamespaceRig, options: Options, n
     return ProcessCluster(
         Path(folder), {OWNER: {"rack": "r1", **label}, OTHER: {"rack": "r2", **label}, FAR: {"rack": "r3"}},
         arena_bytes=8 * nbytes + 64 * MIB, chunk_bytes=min(options.chunk_bytes, nbytes // 16), rig=net,
-        heartbeat_s=0.5, suspect_after_s=1.5, dead_after_s=5.0,
+        detect="normal",
     )  # fmt: skip

@@ -132,7 +132,7 @@ def _training(case: Case) -> Iterator[Training]:
             clusters[name] = stack.enter_context(
                 ProcessCluster(
                     folder / str(number), HOSTS, rig=net, arena_bytes=6 * case.nbytes + 64 * MIB, chunk_bytes=4 * MIB,
-                    heartbeat_s=0.5, suspect_after_s=1.5, dead_after_s=5.0, **fields,
+                    detect="normal", **fields,
                 )
             )  # fmt: skip
         ranks = []

@@ -184,6 +184,15 @@ class _Listening(Controller):
             super()._take_inside(taken)
 
 
+class SilentConfig(Config):
+    """Of hosts that never beat."""
+
+    @property
+    def suspect_after_s(self) -> float:
+        """As long as no host is to be doubted."""
+        return SILENCE_S
+
+
 class Rig:
     """One controller of a fleet; a context manager."""
 
@@ -198,9 +207,7 @@ class Rig:
         self._lock = threading.Lock()
         pairs = [socket.socketpair() for _ in fleet.hosts]
         self._count = mmap.mmap(-1, mmap.PAGESIZE)
-        config = Config(suspect_after_s=SILENCE_S, dead_after_s=2 * SILENCE_S, heartbeat_s=1.0)
-        if is_beating:
-            config = Config()
+        config = Config() if is_beating else SilentConfig(detect=2 * SILENCE_S)
         self._reader = _start_reader(pairs, self._count, config.heartbeat_s if is_beating else 0.0)
         members: Any = Members(fleet.hosts, term)
         _Listening.seen = self._see  # the catalog's thread starts at once

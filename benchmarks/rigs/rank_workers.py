@@ -43,7 +43,7 @@ def ranks_on_hosts(
         # (replicas x (keep_steps + 1) + 1) x the bytes of a rank, and what a put of this size rounds up to
         cluster = ProcessCluster(
             Path(folder), hosts, arena_bytes=int(5.5 * nbytes) + 64 * MIB, chunk_bytes=options.chunk_bytes,
-            heartbeat_s=0.5, suspect_after_s=1.5, dead_after_s=5.0, replicas=2,
+            detect="normal", replicas=2,
         )  # fmt: skip
         cluster.niceness = niceness
         with cluster, RankWorkers(cluster.config, list(hosts), make_state, shards=shards) as workers:

@@ -48,7 +48,7 @@ def two_hosts(
         cluster = TwoHosts(
             Path(folder), {NEAR: {"rack": "r1", **labels}, FAR: {"rack": "r2", **labels}},
             arena_bytes=int(versions * options.nbytes) + 64 * MIB, chunk_bytes=options.chunk_bytes,
-            heartbeat_s=0.5, suspect_after_s=1.5, dead_after_s=5.0, replicas=replicas,
+            detect="normal", replicas=replicas,
         )  # fmt: skip
         cluster.niceness = 0
         cluster.cores = cores

@@ -179,7 +179,7 @@ def run_demo(options: Options, print_line: PrintLine) -> Outcome:
         f"{parameters_count(options.size) / 1e6:.1f} M parameters, {len(HOSTS)} ranks · put every step, 2 copies, "
         "different racks"
     )
-    with embedded_site(len(HOSTS), 512 * MIB, dead_after_s=REPAIR_AFTER_S) as site:
+    with embedded_site(len(HOSTS), 512 * MIB, detect=REPAIR_AFTER_S) as site:
         demo = Demo(site, options, print_line)
         print_line(f"[start]   cluster and store up after {time.monotonic() - started_s:.1f} s")
         undisturbed = demo.fit(demo.watcher("undisturbed", options.steps))

@@ -33,7 +33,7 @@ def cluster() -> Iterator[EmbeddedCluster]:
     with NamespaceRig(["h1"]) as rig:
         config = Config(
             store=scratch_store_name("e"), arena_bytes=64 * MIB, chunk_bytes=64 << 10, interface=str(rig.network),
-            suspect_after_s=1.0, dead_after_s=2.0,
+            detect="fast",
         )  # fmt: skip
         with EmbeddedCluster(HOSTS, cpus_per_host=3, config=config, rig=rig) as cluster:
             yield cluster

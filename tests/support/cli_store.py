@@ -82,7 +82,7 @@ def connect_all(config: Config, job: str, hosts: tuple[str, ...] = ("h1", "h2"))
 @contextlib.contextmanager
 def open_store(folder: Path) -> Iterator[ProcessCluster]:
     """Give a patient store of three hosts with one job of two ranks; for tests that change nothing."""
-    with ProcessCluster(folder, HOSTS, suspect_after_s=30.0, dead_after_s=60.0) as cluster:
+    with ProcessCluster(folder, HOSTS, detect=60.0) as cluster:
         ranks = train(cluster.config)
         yield cluster
         for rank in ranks:

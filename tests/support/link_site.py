@@ -51,7 +51,7 @@ class Site:
         self.secret = secrets.token_bytes(32)
         self.config = Config(
             store=scratch_store_name(), arena_bytes=ARENA_BYTES, interface="127.0.0.1", chunk_bytes=64 << 10,
-            heartbeat_s=0.1, suspect_after_s=0.6, dead_after_s=2.0, connect_timeout_s=WAIT_S, keep_steps=3,
+            detect=2.0, connect_timeout_s=WAIT_S, keep_steps=3,
         )  # fmt: skip
         self.members = members = DirectoryMembership(folder)
         self.controller = Controller(self.config, members, secret=self.secret, settle_s=3.0)

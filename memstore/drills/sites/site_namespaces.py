@@ -208,15 +208,13 @@ def _datagram_socket() -> socket.socket:
 def namespaces_site(hosts_count: int, *, arena_bytes: int) -> Iterator[NamespacesSite]:
     """Open a site with hosts h1, h2, ... by turns in two racks, VIA in the second, and product settings. Needs root."""
     labels = racks(hosts_count) | {VIA: {"rack": "r2"}}
-    usual = Config()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="memstore-drill-")))
         nursery = stack.enter_context(RankNursery("memstore.drills.ranks.rank_processes"))
         rig = stack.enter_context(NamespaceRig([*labels, HEAD, SPARE]))
         cluster = ProcessCluster(
             folder, labels, arena_bytes=arena_bytes, rig=rig, controller_host=HEAD, proxied=[VIA],
-            chunk_bytes=CHUNK_BYTES, heartbeat_s=usual.heartbeat_s, suspect_after_s=usual.suspect_after_s,
-            dead_after_s=usual.dead_after_s,
+            chunk_bytes=CHUNK_BYTES, detect=Config.detect,
         )  # fmt: skip
         cluster.controller_way = folder / "way0"
         cluster.controller_way.symlink_to(folder)

@@ -85,7 +85,7 @@ class ProcessCluster(Cluster):
         self.durable_gate = durable_gate  # durable writes wait until this file is there
         self.secret = secrets.token_bytes(32)
         fields = {
-            "chunk_bytes": 64 << 10, "heartbeat_s": 0.1, "suspect_after_s": 0.6, "dead_after_s": 2.0,
+            "chunk_bytes": 64 << 10, "detect": 2.0,
             "interface": "127.0.0.1" if rig is None else str(rig.network),
             **config,
         }  # fmt: skip

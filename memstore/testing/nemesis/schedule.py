@@ -144,8 +144,7 @@ def without(scenario: Scenario, kinds: Collection[str]) -> Scenario:
 
 def _with(scenario: Scenario, faults: list[Planned], ending: str) -> Scenario:
     fields = {
-        "abandoned_arena_ttl_s": scenario.abandoned_arena_ttl_s, "recovery_grace_s": 10.0, "heartbeat_s": 0.2,
-        "suspect_after_s": 1.0, "dead_after_s": 3.0,
+        "abandoned_arena_ttl_s": scenario.abandoned_arena_ttl_s, "recovery_grace_s": 10.0, "detect": 3.0,
     }  # fmt: skip
     job_fields = {
         "replicas": scenario.replicas, "keep_steps": scenario.keep_steps, "stall_budget_s": scenario.stall_budget_s,

@@ -30,7 +30,7 @@ def run(cluster: ProcessCluster, *arguments: str, code: int = 0) -> tuple[dict[s
 
 def test_a_drained_host_can_go_and_every_copy_is_still_there(tmp_path: Path, nursery: RankNursery) -> None:
     """Its ranks put meanwhile; the step put last has all its copies the moment the host is gone."""
-    with ProcessCluster(tmp_path, HOSTS, dead_after_s=60.0) as cluster:  # no repair: what is there was there before
+    with ProcessCluster(tmp_path, HOSTS, detect=60.0) as cluster:  # no repair: what is there was there before
         fleet = Fleet(cluster, nursery)
         ranks = fleet.begin(["h0", "h1", "h2"], last_step=2)
         body, _ = run(cluster, "drain", "h1", "--within", "30")

@@ -44,7 +44,7 @@ def test_the_account_of_a_job_that_lost_a_host(
     log_file = tmp_path / "events.jsonl"
     monkeypatch.setenv("MEMSTORE_EVENTS", str(log_file))
     # Repair would bring the bytes to where the ranks sit now before the restore asks for them.
-    with ProcessCluster(tmp_path / "store", HOSTS, dead_after_s=60.0, repair_bytes_per_s=8 << 20) as cluster:
+    with ProcessCluster(tmp_path / "store", HOSTS, detect=60.0, repair_bytes_per_s=8 << 20) as cluster:
         fleet = Fleet(cluster, nursery, kib=8192)
         ranks = fleet.begin(["h0", "h1", "h2"], last_step=2)
         tickets = together(ranks, "ticket", step=2)

@@ -42,7 +42,7 @@ def test_a_copy_by_replace_is_given_what_it_names_and_what_was_given() -> None:
     assert hash(replace(config)) == hash(config)
     with pytest.raises(ConfigError, match="replicas=99"):
         replace(config, replicas=99)
-    with pytest.raises(TypeError, match="replica"):
+    with pytest.raises(ConfigError, match="replica"):
         replace(config, replica=1)
 
 

@@ -122,9 +122,7 @@ def test_stores_that_hang_are_asked_beside_the_others_within_one_limit(
 
     with (
         ProcessCluster(tmp_path / "a", {"h1": {}, "h2": {}}, arena_dir=str(arena_dir)) as hangs,
-        ProcessCluster(
-            tmp_path / "b", {"h3": {}}, arena_dir=str(arena_dir), suspect_after_s=30, dead_after_s=60
-        ) as too,
+        ProcessCluster(tmp_path / "b", {"h3": {}}, arena_dir=str(arena_dir), detect=60) as too,
         ProcessCluster(tmp_path / "c", {"h4": {}}, arena_dir=str(arena_dir)) as answers,
     ):
         monkeypatch.setenv("MEMSTORE_HOST", "h4")

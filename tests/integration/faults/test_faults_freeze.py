@@ -148,7 +148,7 @@ def test_commits_go_on_degraded_without_a_holder_that_stays_frozen(tmp_path: Pat
 
 def test_a_dead_holder_is_known_at_once_and_a_silent_one_suspected_first(tmp_path: Path, nursery: RankNursery) -> None:
     """With settings near the defaults: killed means dead at once; stopped means suspect first, dead later (R28)."""
-    with ProcessCluster(tmp_path, TWO_RACKS, heartbeat_s=0.25, suspect_after_s=1.0, dead_after_s=3.0) as cluster:
+    with ProcessCluster(tmp_path, TWO_RACKS, detect=3.0) as cluster:
         cluster.add_host("h2", {"rack": "r2"})
         cluster.wait_live("h2")
 

@@ -20,7 +20,7 @@ def racks(count: int, per_rack: int = 1) -> dict[str, dict[str, str]]:
 def test_a_lost_host_is_restored_from_its_peer(tmp_path: Path, nursery: RankNursery) -> None:
     """A host dies with its memory; both ranks get the newest step bit for bit, the lost one's from a peer."""
     # Repair would bring the bytes to h2 before the restore asks for them.
-    with ProcessCluster(tmp_path, racks(2), dead_after_s=60.0, repair_bytes_per_s=8 << 20) as cluster:
+    with ProcessCluster(tmp_path, racks(2), detect=60.0, repair_bytes_per_s=8 << 20) as cluster:
         fleet = Fleet(cluster, nursery, kib=8192)
         ranks = fleet.begin(["h0", "h1"], last_step=3)
         fleet.kill(ranks)
@@ -36,7 +36,7 @@ def test_a_lost_host_is_restored_from_its_peer(tmp_path: Path, nursery: RankNurs
 
 def test_scattered_ranks_of_a_lost_host_come_back_from_two(tmp_path: Path, nursery: RankNursery) -> None:
     """The copies of h0's two ranks are on both hosts of the other rack, and either comes back bit for bit."""
-    with ProcessCluster(tmp_path, racks(4, per_rack=2), dead_after_s=60.0, repair_bytes_per_s=8 << 20) as cluster:
+    with ProcessCluster(tmp_path, racks(4, per_rack=2), detect=60.0, repair_bytes_per_s=8 << 20) as cluster:
         fleet = Fleet(cluster, nursery, scatter=2, kib=8 << 10)  # a second of repair for each shard
         ranks = fleet.begin(["h0", "h0", "h2", "h3"], last_step=2)
         assert {*cluster.job("train")["targets"]["h0"]} == {"h2", "h3"}

@@ -106,7 +106,7 @@ def test_what_a_dead_holder_owed_is_written_by_the_other(
     tmp_path: Path, nursery: RankNursery, faults: HttpFaults
 ) -> None:
     """One holder is killed with PUTs under way: the other writes its slices, and the step becomes durable (R31)."""
-    with ProcessCluster(tmp_path, TWO_RACKS, dead_after_s=1.0) as cluster:
+    with ProcessCluster(tmp_path, TWO_RACKS, detect=1.0) as cluster:
         fleet = Fleet(cluster, nursery, job="s3-dead", kib=KIB, durable=URL, durable_every=1000)
         held = faults.add("PUT", "/rank-", kind="wait", times=1 << 30)
         ranks = fleet.begin(["h0", "h1"], last_step=0)

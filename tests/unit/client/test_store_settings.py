@@ -133,20 +133,21 @@ def kinds_until_silent(channel: Channel, *, silent_s: float) -> list[type[Holder
     return kinds
 
 
-def test_a_holder_beats_as_often_as_its_config_says() -> None:
+def test_a_holder_beats_as_often_as_its_config_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Often if ordered so; with 60 s between two beats none comes meanwhile.
 
     Something else may: a tool of another test asks every store of this user on the machine, and its holder relays that.
     """
     with (
-        a_holder(heartbeat_s=0.02) as holder,
+        a_holder(detect=0.2) as holder,
         as_controller(holder, holder.state.info.endpoints[0].address, holder.state.info.endpoints[0].port) as channel,
     ):
         beats = 0
         while beats < 3:
             beats += isinstance(decode_holder_message(channel.recv(timeout_s=WAIT_S).data), Heartbeat)
+    monkeypatch.setattr(Config, "heartbeat_s", 60.0)
     with (
-        a_holder(heartbeat_s=60.0, suspect_after_s=180.0, dead_after_s=600.0) as holder,
+        a_holder() as holder,
         as_controller(holder, holder.state.info.endpoints[0].address, holder.state.info.endpoints[0].port) as channel,
     ):
         assert isinstance(decode_holder_message(channel.recv(timeout_s=WAIT_S).data), Inventory)
@@ -233,10 +234,39 @@ def test_the_scrub_takes_as_long_as_its_rate_asks(rate: int, checked: list[int])
     assert pauses.waited_s[1:-1] == [4.0] * len(checked)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("heartbeat_s", "detect"), ("suspect_after_s", "detect"), ("dead_after_s", "detect"), ("tls_cert", "tls_dir"),
+        ("tls_key", "tls_dir"), ("tls_ca", "tls_dir"),
+    ],
+)  # fmt: skip
+def test_a_setting_of_before_is_refused_and_the_error_lists_its_successor(old: str, new: str) -> None:
+    """Wherever fields are given: to Config, and to a copy of one."""
+    for give in (lambda: Config(**{old: 1}), lambda: Config().with_fields({old: 1})):
+        with pytest.raises(ConfigError, match=f"unknown config field '{old}': it is one of .*{new}"):
+            give()
+
+
+def test_one_word_says_how_soon_a_silent_host_is_dead() -> None:
+    """The other two times follow; suspicion and beats do not become slow with it."""
+    times = [
+        (c.heartbeat_s, c.suspect_after_s, c.dead_after_s) for c in map(_detecting, ("fast", "normal", "slow", 180))
+    ]
+    assert times == [(0.2, 0.6, 2.0), (0.5, 1.5, 5.0), (0.5, 3.0, 20.0), (0.5, 3.0, 180.0)]
+    for bad in ("quick", 0, 0.05, 4000, True, None, "5"):
+        with pytest.raises(ConfigError, match="'fast', 'normal', 'slow'"):
+            _detecting(bad)
+
+
+def _detecting(value: Any) -> Config:
+    return Config(detect=value)
+
+
 def test_a_controller_decides_by_the_rules_of_its_config(tmp_path: Path) -> None:
     """Every rule that is a setting of the store has the setting's value, none its default."""
     config = Config(
-        store="rules", failure_domains=("row", "shelf"), heartbeat_s=0.25, suspect_after_s=61.0, dead_after_s=122.0,
+        store="rules", failure_domains=("row", "shelf"), detect=2.5,
         recovery_grace_s=3.5, abandoned_arena_ttl_s=77.0, keep_steps=3,
     )  # fmt: skip
     controller = Controller(config, DirectoryMembership(tmp_path), secret=SECRET, settle_s=0.5)
@@ -245,8 +275,8 @@ def test_a_controller_decides_by_the_rules_of_its_config(tmp_path: Path) -> None
     finally:
         controller.close()
     shared = {field.name for field in fields(Rules)} & {field.name for field in fields(Config)}
-    assert shared == {"failure_domains", "suspect_after_s", "dead_after_s", "recovery_grace_s", "abandoned_arena_ttl_s"}
-    for name in shared:
+    assert shared == {"failure_domains", "recovery_grace_s", "abandoned_arena_ttl_s"}
+    for name in (*shared, "suspect_after_s", "dead_after_s"):
         assert getattr(rules, name) == getattr(config, name) != getattr(Rules(), name), name
     assert (rules.lease_s, rules.outlast_s, rules.settle_s) == (config.lease_s, 0.25, 0.5)
     assert rules.job_defaults == {"keep_steps": 3}

@@ -35,7 +35,7 @@ def inventory(incarnation: int) -> Inventory:
 
 def test_a_beat_that_waits_behind_a_long_event_is_received_before_the_next_tick(tmp_path: Path) -> None:
     """Ticks take their turn: else one event of some seconds would make all hosts suspect, or dead."""
-    config = Config(store="listens", suspect_after_s=60.0, dead_after_s=120.0)
+    config = Config(store="listens", detect=120.0)
     controller = Controller(config, DirectoryMembership(tmp_path), secret=b"s" * 32, settle_s=0.0)
     near, far = socket.socketpair()
     session = Session("a", 1, Channel(near), controller._received)
@@ -77,7 +77,7 @@ def test_a_beat_that_waits_behind_a_long_event_is_received_before_the_next_tick(
 
 def test_what_was_decided_before_an_inventory_is_no_order_for_its_session(tmp_path: Path) -> None:
     """A holder is replaced while it counts as live: a fact of that moment does not come to it twice (R16)."""
-    config = Config(store="listens", suspect_after_s=60.0, dead_after_s=120.0)
+    config = Config(store="listens", detect=120.0)
     controller = Controller(config, DirectoryMembership(tmp_path), secret=b"s" * 32, settle_s=0.0)
     pairs = [socket.socketpair(), socket.socketpair()]
     sessions = [

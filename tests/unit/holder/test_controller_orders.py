@@ -60,12 +60,12 @@ Dial = Callable[[int], Channel]
 
 
 @pytest.fixture
-def holder() -> Iterator[Holder]:
+def holder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Holder]:
     """A holder that never beats by itself, so that what it sends is what it was asked for."""
+    monkeypatch.setattr(Config, "heartbeat_s", 60.0)
     config = Config(
-        store=scratch_store_name(), arena_bytes=1 << 20, chunk_bytes=64 << 10, interface="127.0.0.1",
-        heartbeat_s=60.0, suspect_after_s=180.0, dead_after_s=600.0,
-    )  # fmt: skip
+        store=scratch_store_name(), arena_bytes=1 << 20, chunk_bytes=64 << 10, interface="127.0.0.1", detect=600.0
+    )
     made = Holder(HostIdentity("a", read_boot_id(), True, {}), config, secret=SECRET, arena_limit_bytes=1 << 20)
     yield made
     made.close()

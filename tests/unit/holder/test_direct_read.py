@@ -46,7 +46,7 @@ FILLS = b"\1\2\3\4\5\6"
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Holder, Holder]]:
     monkeypatch.setattr(fetch, "RETRY_S", 0.01)
-    with two_holders(CHUNK_BYTES, dead_after_s=0.6, suspect_after_s=0.3, heartbeat_s=0.1) as found:
+    with two_holders(CHUNK_BYTES, detect=0.6) as found:
         yield found
 
 

@@ -63,7 +63,7 @@ def test_beats_keep_a_controller_in_charge_while_the_membership_is_away(
 def test_a_lease_counts_from_the_question_not_from_the_answer(tmp_path: Path) -> None:
     """While the answer was under way another controller may have been elected, and have waited out this lease."""
     membership = SlowMembership(tmp_path)
-    config = Config(store="lease", heartbeat_s=0.05, suspect_after_s=0.1, dead_after_s=0.3)
+    config = Config(store="lease", detect=0.3)
     controller = Controller(config, membership, secret=b"s" * 32)
     began_s = controller.machine.lease.until_s
     try:

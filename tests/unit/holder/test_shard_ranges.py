@@ -46,7 +46,7 @@ FROM_A, FROM_HERE = Run("peer", "a", 0, 8), Run("local", None, 0, 8)
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Holder, Holder]]:
     monkeypatch.setattr(fetch, "RETRY_S", 0.01)
     monkeypatch.setattr(fetch, "RETRY_LIMIT_S", 0.5)
-    with two_holders(CHUNK_BYTES, dead_after_s=0.6, suspect_after_s=0.3, heartbeat_s=0.1) as found:
+    with two_holders(CHUNK_BYTES, detect=0.6) as found:
         yield found
 
 
