@@ -96,8 +96,6 @@ class Config:
     persist_on_sigterm_s: float = 0.0  # SIGTERM first makes the newest step durable, within this; 0: it does not
     job_ttl_s: float = 86_400.0  # a closed job whose newest step is durable leaves RAM after this; 0: never (R19)
     connect_timeout_s: float = 120.0  # longest for all of connect(), and for Ray to answer
-    max_restores: int = 3  # restores of one step, without a commit between, after which it is retired (R25)
-    crash_window_s: float = 600.0  # time in which max_restores of one step count
 
     def __new__(cls, **values: Any) -> Config:
         """Remember which fields are given: an unset one is not the same as one set to the default."""
@@ -241,8 +239,6 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("persist_on_sigterm_s", 0, 3600),
     ("job_ttl_s", 0, 1e9),
     ("connect_timeout_s", 0.1, 86_400),
-    ("max_restores", 1, 1000),
-    ("crash_window_s", 0, 1e9),
 )
 
 

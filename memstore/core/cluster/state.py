@@ -18,7 +18,7 @@ from recovery.inventory import ShardId, StepId
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The store's fields of Config by which the controller decides; seconds."""
+    """The store's fields of Config by which the controller decides, and constants that tests change; seconds."""
 
     job_defaults: Mapping[str, Any] = field(default_factory=dict)  # shown only: ranks ask for them as they join
     failure_domains: tuple[str, ...] = ("zone", "rack")
@@ -29,6 +29,8 @@ class Rules:
     outlast_s: float = 3.0  # shortest wait of a new controller: what its predecessor's lease may still be (R17)
     settle_s: float = 10.0  # longest wait for the expected hosts before a new controller serves
     abandoned_arena_ttl_s: float = 86_400.0  # a job whose hosts had no holder for so long is dropped, unless asked for
+    max_restores: int = 3  # of one step: two deaths may be of hosts, a third without a commit is of the step (R25)
+    crash_window_s: float = 600.0  # in which they count: restarts that crash follow one another within minutes
 
 
 class ClusterState:

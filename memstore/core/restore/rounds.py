@@ -291,10 +291,10 @@ class Rounds:
             return
         if active.is_adopting and (why := same_number(attempt, step)):
             return self.fail(active, "RecoveryError", why)
-        if active.is_adopting and self._is_crash_looping(job, attempt, step):
-            config = attempt.config
+        if active.is_adopting and self._is_crash_looping(job, step):
+            rules = self.state.rules
             reason = (
-                f"restored {config['max_restores']} times within {config['crash_window_s']:g} s and no newer step was "
+                f"restored {rules.max_restores} times within {rules.crash_window_s:g} s and no newer step was "
                 "committed since: the training dies of it"
             )
             if self._has_another(active, job, attempt, step):
@@ -349,14 +349,15 @@ class Rounds:
         )  # fmt: skip
         return other.step is not None and (active.is_agreement or other.world_size == attempt.world_size)
 
-    def _is_crash_looping(self, job: Job, attempt: Attempt, step: StepId) -> bool:
-        window_s = float(attempt.config["crash_window_s"])
+    def _is_crash_looping(self, job: Job, step: StepId) -> bool:
+        rules = self.state.rules
+        wall_s = self.state.wall_s
         recent = [
             r for r in job.restores
-            if r.step == step and abs(self.state.wall_s - r.wall_s) <= window_s  # clocks may have been set back
+            if r.step == step and abs(wall_s - r.wall_s) <= rules.crash_window_s  # clocks may have been set back
             and not self._is_no_verdict(job.attempts.get(r.attempt))
         ]  # fmt: skip
-        return len(recent) >= int(attempt.config["max_restores"])
+        return len(recent) >= rules.max_restores
 
     @staticmethod
     def _is_no_verdict(attempt: Attempt | None) -> bool:

@@ -28,7 +28,11 @@ class History:
         self.hosts_count = self.random.choice([2, 3, 5])
         self.replicas = self.random.choice([2, 2, 3])
         self.world = ControllerWorld(
-            self.hosts_count, seed=seed, replicas=self.replicas, keep_steps=self.random.choice([1, 2]), max_restores=50
+            self.hosts_count,
+            seed=seed,
+            replicas=self.replicas,
+            keep_steps=self.random.choice([1, 2]),
+            rules={"max_restores": 50},
         )
         self.ranks: list[FakeRank] = []
         self.step = 0

@@ -117,11 +117,12 @@ def test_a_step_that_keeps_killing_its_group_is_retired() -> None:
 @pytest.mark.parametrize(
     ("max_restores", "crash_window_s", "rest_s"), [(2, 600.0, 0.0), (5, 600.0, 0.0), (3, 50.0, 60.0)]
 )
-def test_the_job_says_how_many_restores_within_which_time_are_a_crash_loop(
+def test_the_rules_say_how_many_restores_within_which_time_are_a_crash_loop(
     max_restores: int, crash_window_s: float, rest_s: float
 ) -> None:
     """As many as `max_restores` allows are served; those longer ago than `crash_window_s` do not count (R25)."""
-    world, _ = trained(3, last=2, keep_steps=2, max_restores=max_restores, crash_window_s=crash_window_s)
+    rules = {"max_restores": max_restores, "crash_window_s": crash_window_s}
+    world, _ = trained(3, last=2, keep_steps=2, rules=rules)
     for _ in range(max_restores):
         assert world.get(world.launch(3))[0]["step"] == 2
     world.run(rest_s)

@@ -58,7 +58,7 @@ def test_a_rank_that_cannot_load_ends_the_get_of_all_and_adopts_nothing() -> Non
 def test_the_next_launch_gets_the_step_that_could_not_be_loaded() -> None:
     """A launch that could load nothing and put nothing costs no step, however often it comes (R25)."""
     world, _ = trained(3, last=2, keep_steps=2)
-    for _ in range(4):  # max_restores is 3
+    for _ in range(4):  # three retire a step
         ranks = world.launch(3)
         ranks[0].load_error = BROKEN
         assert all("while its state was loaded" in answer["error"] for answer in world.get(ranks))
