@@ -25,6 +25,7 @@ SECONDS_MAX = 1e8  # three years: a longer wait would overflow the system's cloc
 WHOLE_LIMIT = 1 << 61  # a message carries numbers below 2**62, and a skip names a later step
 DETECT_S: Mapping[str | float, float] = {"fast": 2.0, "normal": 5.0, "slow": 20.0}  # silence until a host is dead
 SUSPECT_MAX_S, HEARTBEAT_MAX_S = 3.0, 0.5  # a controller's lease and what `status` shows depend on them as well
+STREAMS = 4  # one connection fills no fast network; each is a thread and a descriptor per peer at both ends
 SHOWN_CHARS_MAX = 160  # of a value in an error: it may come from a peer
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _COMMAND = re.compile(  # that is about one store; with nothing that names it yet
@@ -43,7 +44,6 @@ STORE_FIELDS = (
     "failure_domains",
     "interface",
     "port",
-    "streams",
     "detect",
     "repair_bytes_per_s",
     "scrub_bytes_per_s",
@@ -69,7 +69,6 @@ class Config:
     failure_domains: tuple[str, ...] = ("zone", "rack")  # node labels, coarsest first, as far as nodes have them (R18)
     interface: str | Sequence[str] | None = None  # network(s) of copies, each an interface or a CIDR; None: default's
     port: int = 0  # port of every holder; 0: any free one
-    streams: int = 4  # most connections for bulk bytes between two hosts; never more than the host has cores
     detect: str | float = "normal"  # silence until a host is dead, "fast": 2 s, "slow": 20 s, or a number (R28)
     repair_bytes_per_s: int = 2 * GIB  # most that one host sends to rebuild copies (R29)
     scrub_bytes_per_s: int = 64 * MIB  # most that a host digests again in the background; 0: no scrub (R30)
@@ -158,6 +157,13 @@ class Config:
         return min(0.1 * self.dead_after_s, HEARTBEAT_MAX_S)
 
     @property
+    def streams(self) -> int:
+        """The connections for bulk bytes between two hosts, where there are so many cores: more only take turns."""
+        return (
+            STREAMS if isinstance(self.interface, str) or self.interface is None else max(STREAMS, len(self.interface))
+        )
+
+    @property
     def lease_s(self) -> float:
         """The time after its last sign of being the newest one in which a controller may record facts (R17)."""
         return 2 * self.suspect_after_s  # a controller silent for this long is not waited for
@@ -222,7 +228,6 @@ def commands_naming(store: str, arena_dir: str, text: str) -> str:
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("chunk_bytes", 4096, 64 * MIB),
     ("port", 0, 65_535),
-    ("streams", 1, 64),
     ("repair_bytes_per_s", 8 * MIB, 1 << 50),
     ("scrub_bytes_per_s", 0, 1 << 50),
     ("replicate_bytes_per_s", 0, 1 << 50),

@@ -52,19 +52,18 @@ class Dialler:
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         """Take the folder of this host's arena, and the settings of the running store."""
         self._folder, self._store = folder, str(settings["store"])
-        self._streams = int(settings["streams"])
-        self._tls_dir: str | None = settings.get("tls_dir")
+        self._config = Config(interface=settings.get("interface"), tls_dir=settings.get("tls_dir"))
         self._tls: Tls | None = None
 
     @property
     def streams(self) -> int:
         """Return how many connections a read opens to one host: more than cores only take turns."""
-        return min(self._streams, os.cpu_count() or 1)
+        return min(self._config.streams, os.cpu_count() or 1)
 
     def connect(self, host: str, endpoint: Endpoint) -> Channel:
         """Open a connection to a holder. TransportError, or ConfigError for files of TLS that this user cannot use."""
-        if self._tls is None and self._tls_dir is not None:
-            self._tls = Tls.load(Config(tls_dir=self._tls_dir))
+        if self._tls is None and self._config.tls_dir is not None:
+            self._tls = Tls.load(self._config)
         return connect_tcp(
             endpoint.address, endpoint.port, secret=read_secret(self._folder), store=self._store,
             identity=ReaderIdentity(host=self._folder.name), timeout_s=CONNECT_S, host=host, tls=self._tls,

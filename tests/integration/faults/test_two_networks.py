@@ -39,7 +39,6 @@ def cluster(rig: NamespaceRig, tmp_path: Path) -> Iterator[ProcessCluster]:
         controller_host="head",
         interface=networks,
         arena_bytes=256 << 20,
-        streams=2,
     )
     with made as cluster:
         yield cluster

@@ -154,13 +154,16 @@ def test_a_holder_beats_as_often_as_its_config_says(monkeypatch: pytest.MonkeyPa
         assert Heartbeat not in kinds_until_silent(channel, silent_s=1.5)
 
 
-def test_a_holder_opens_as_many_streams_to_a_peer_as_its_config_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three, on a machine that has the cores for more."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    with two_holders(CHUNK_BYTES, streams=3) as (near, far):
+@pytest.mark.parametrize(("cores", "streams"), [(3, 3), (16, 4)])
+def test_a_holder_opens_four_streams_to_a_peer(monkeypatch: pytest.MonkeyPatch, cores: int, streams: int) -> None:
+    """And no more than it has cores for; as many as there are networks, at least."""
+    assert Config(interface=[f"ib{n}" for n in range(6)]).streams == 6
+    assert Config(interface=["ib0", "ib1"]).streams == Config().streams == 4
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    with two_holders(CHUNK_BYTES) as (near, far):
         near.state.shared_shards.declare(PushTargets(job="train", attempt=1, targets=("b",), ranks=()))
         near.io._connect("train", ["b"])
-        assert far.listeners[0].connections == 3
+        assert far.listeners[0].connections == streams
 
 
 def kernel_settings(channel: Channel) -> tuple[int, int]:
@@ -172,7 +175,7 @@ def kernel_settings(channel: Channel) -> tuple[int, int]:
 
 def test_what_a_holder_pushes_has_the_class_and_the_pace_of_its_config() -> None:
     """As the kernel has them for the connection that carried the bytes."""
-    with two_holders(CHUNK_BYTES, streams=1, dscp=10, replicate_bytes_per_s=3 << 20) as (near, far):
+    with two_holders(CHUNK_BYTES, dscp=10, replicate_bytes_per_s=3 << 20) as (near, far):
         for holder in (near, far):
             holder.replicas.ensure_free(4)
         slots = near.replicas.take_slots(1)
@@ -238,7 +241,7 @@ def test_the_scrub_takes_as_long_as_its_rate_asks(rate: int, checked: list[int])
     ("old", "new"),
     [
         ("heartbeat_s", "detect"), ("suspect_after_s", "detect"), ("dead_after_s", "detect"), ("tls_cert", "tls_dir"),
-        ("tls_key", "tls_dir"), ("tls_ca", "tls_dir"),
+        ("tls_key", "tls_dir"), ("tls_ca", "tls_dir"), ("streams", "interface"), ("max_restores", "keep_steps"),
     ],
 )  # fmt: skip
 def test_a_setting_of_before_is_refused_and_the_error_lists_its_successor(old: str, new: str) -> None:

@@ -108,7 +108,7 @@ def test_a_frame_that_contradicts_itself_costs_no_slot(
     kind: Kind, message: Message, nbytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The connection ends or the chunks count as bad; the incoming replica goes with its connection."""
-    with two_holders(CHUNK_BYTES, streams=2) as (_, holder):
+    with two_holders(CHUNK_BYTES) as (_, holder):
         holder.replicas.ensure_free(2 * COUNT)
         with stranger(holder) as channel:
             offer(channel)
@@ -122,7 +122,7 @@ def test_a_frame_that_contradicts_itself_costs_no_slot(
 
 def test_what_came_before_a_cut_is_kept_until_the_sender_is_gone() -> None:
     """Two whole chunks of a frame that was cut in the third are good; an abort frees their slots."""
-    with two_holders(CHUNK_BYTES, streams=2) as (_, holder):
+    with two_holders(CHUNK_BYTES) as (_, holder):
         holder.replicas.ensure_free(2 * COUNT)
         with stranger(holder) as feeding, stranger(holder) as other:
             offer(other)
@@ -141,7 +141,7 @@ def test_what_came_before_a_cut_is_kept_until_the_sender_is_gone() -> None:
 
 def test_chunks_without_a_slot_are_asked_for_again() -> None:
     """Two slots for a frame of six: two are kept, four are named bad, the connection is in order."""
-    with two_holders(CHUNK_BYTES, streams=2) as (_, holder):
+    with two_holders(CHUNK_BYTES) as (_, holder):
         holder.replicas.ensure_free(2 * COUNT)
         with stranger(holder) as channel:
             offer(channel)

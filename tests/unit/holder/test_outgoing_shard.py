@@ -27,7 +27,7 @@ SHARD = ShardId("train", 1, 2, 0)
 @pytest.fixture
 def pair() -> Iterator[tuple[Holder, Holder]]:
     """Two holders that know each other, without a controller; b holds copies of a's shards."""
-    with two_holders(CHUNK_BYTES, streams=2) as found:
+    with two_holders(CHUNK_BYTES) as found:
         for holder in found:
             holder.replicas.ensure_free(2 * CHUNKS)
             holder.state.limits = replace(holder.state.limits, whole_bytes=0)  # none goes in one request
