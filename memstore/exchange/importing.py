@@ -35,7 +35,7 @@ def import_job(job: str, folder: Path, *, config: Config, step: int | None = Non
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(
-            "memstore import is one process, and a launcher has started several: start it by itself; or let each rank "
+            "an import is one process, and a launcher has started several: start it by itself; or let each rank "
             "of the job dcp.load its part of the folder, and dcp.save(storage_writer=store.dcp_writer(step))"
         )
     found, values = read_dcp(folder)

@@ -218,7 +218,8 @@ def test_status_as_json_has_what_the_screen_says(store: ProcessCluster) -> None:
 
 def test_metrics_prints_where_the_gauges_stand(store: ProcessCluster) -> None:
     """The newest committed step of the job and the arena of each host, as numbers; the same as JSON."""
-    wait_for(lambda: all(host["stats"] for host in store.status()["hosts"]), "a heartbeat of every host")
+    stats = lambda: {row["host"]: row["stats"] for row in store.status()["hosts"]}  # noqa: E731
+    wait_for(lambda: all(stats().values()) and stats()["h1"]["used_bytes"], "heartbeats after the puts")
     screen = run(store, "metrics").stdout
     assert cells(screen, "ray_memstore_committed_step") == [
         "ray_memstore_committed_step", "job_name=llama3-8b", str(STEPS - 1)

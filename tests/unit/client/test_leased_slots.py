@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from rank_site import CHUNK_BYTES, SHARD, SHARE_SLOTS, STEP, WAIT_S, Site, send_level
 
+from memstore.core.arena import replica_store
 from memstore.core.arena.share import PeerShare
 from memstore.core.holder import ranks
 from memstore.core.wire.calls import AskSteps
 from memstore.core.wire.rank_messages import PutReady, SlotSample, StepLevel
 from memstore.errors import ClosedError
-from memstore.shell.arena import replica_store
 from memstore.shell.arena.mapping import ArenaMapping
 from memstore.shell.rank import open_links
 from memstore.shell.rank.holder_link import HolderLink
