@@ -11,15 +11,15 @@ A put, get, agree_on_step, rewind or close waits for the end, on the host. At th
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import contextlib
 import logging
 import os
-import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
@@ -35,7 +35,6 @@ from memstore.shell.device.optimizer_memory import OptimizerMemory, optimizer_te
 from memstore.shell.device.side_stream import DeviceWrite, has_streams
 from memstore.shell.tensors.memory import TensorSource, dense_bytes, is_flat
 from memstore.shell.tensors.placed_sources import PlacedSources
-from memstore.shell.threads.safe_condition import SafeThread, is_of_handler
 
 if TYPE_CHECKING:
     from memstore.client.pending_put import PendingPut
@@ -82,8 +81,6 @@ class Overlap:
         self._hooks: list[Hook] = []
         self._late: tuple[DeferredCopy, PendingPut] | None = None
         self._checking = threading.RLock()  # a signal handler may put
-        self._queue: queue.SimpleQueue[DeferredCopy | None] = queue.SimpleQueue()
-        self._thread: SafeThread | None = None
         _OVERLAPS.add(self)
 
     def fence(self, optimizer: torch.optim.Optimizer) -> None:
@@ -181,16 +178,11 @@ class Overlap:
         return True
 
     def _start(self, copy: DeferredCopy) -> None:
-        if self._thread is None:
-            copies = self._queue
-            self._thread = SafeThread(lambda: _copy_all(copies))
         try:
-            self._thread.start()  # again, if a signal's handler came between
+            _thread.start_new_thread(_work, (copy,))
         except RuntimeError as exc:  # the limit of threads or of memory: this one copies
             log.warning("no copy thread could be started (%s): the copy does not overlap", exc)
             copy.work()
-            return
-        self._queue.put(copy)
 
     def _end(self, room: PendingPut, plan: StatePlan, problem: str) -> None:
         """Submit the put, or give its step up on all ranks (R12)."""
@@ -230,7 +222,13 @@ class Overlap:
                 is_done = copy.ended.wait(max(0.0, began_s + budget_s - time.monotonic()))
             if not is_done:
                 copy.stop(f"it was not copied within {budget_s:g} s at the fence")
-            _guarded(copy, copy.flights.hold_current)
+            try:
+                copy.flights.hold_current()
+            except BaseException as exc:
+                copy.stop(f"its copy failed: {exc!r}")
+                if not isinstance(exc, RuntimeError):  # not the device's
+                    raise
+                log.exception("an overlapped copy failed: its step is given up")
         with self._checking:
             if self._late is not late:
                 return  # another thread waited as well, has looked, and its optimizer may have written since
@@ -245,52 +243,34 @@ class Overlap:
                 self._late = None
 
     def close(self) -> None:
-        """Wait for the copy under way as a fence does, let the optimizers go, end the thread."""
+        """Wait for the copy under way as a fence does, let the optimizers go."""
         try:
             self.wait()
         finally:
             for hook in self._hooks:
                 hook.remove()
             self._hooks, self._optimizers = [], []
-            self._end_thread()
-
-    def _end_thread(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._queue.put(None)
-            thread.join(EXIT_S)
 
     def give_up(self) -> None:
         """Stop the copies at exit, before the interpreter frees their memory."""
         if self._late is not None:
-            self._late[0].stop("the process ended")
-        self._end_thread()
+            copy, _ = self._late
+            copy.stop("the process ended")
+            copy.ended.wait(EXIT_S)
 
     def forget(self) -> None:
         """Drop the copies in a forked child: they and their thread are the parent's."""
         _OF_PARENTS.append(self._late)  # not freed here: its events are of the parent's device context
-        self._late = self._thread = None
-        self._queue = queue.SimpleQueue()
+        self._late = None
 
 
-def _copy_all(copies: queue.SimpleQueue[DeferredCopy | None]) -> None:
+def _work(copy: DeferredCopy) -> None:
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-    while True:
-        copy = copies.get()
-        if copy is None:
-            return
-        _guarded(copy, copy.work)
-        del copy  # nothing of a state is kept alive until the next
-
-
-def _guarded(copy: DeferredCopy, work: Callable[[], None]) -> None:
     try:
-        work()
+        copy.work()
     except Exception as exc:
         copy.stop(f"its copy failed: {exc!r}")  # nothing, if it has ended
-        if is_of_handler(exc):
-            raise
         log.exception("an overlapped copy failed: its step is given up")
 
 

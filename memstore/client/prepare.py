@@ -9,6 +9,7 @@ follows it, so that the cost is known to the second when it is over.
 
 from __future__ import annotations
 
+import _thread
 import inspect
 import logging
 import os
@@ -29,7 +30,7 @@ from memstore.shell.rank.collective import RollCall
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.tensors import subclasses
 from memstore.shell.threads.answers import Answer, answer_of
-from memstore.shell.threads.safe_condition import SafeEvent, SafeThread
+from memstore.shell.threads.safe_condition import SafeEvent
 
 log = logging.getLogger("memstore")
 BAR_S = 0.1  # between two updates of a progress bar
@@ -69,12 +70,12 @@ class PutPreparation:
         self._pid = os.getpid()
         self._request = request
         self._answer: Future[Noted] | None = None  # None: `begin` has not asked yet
-        self._thread = SafeThread(self._follow)
+        self._is_followed = False
 
     def begin(self) -> PutPreparation:
         """Send the request. Its first event may arrive at once: the caller must route events to `on_room` before."""
         self._answer = self._link.call_soon(self._request)
-        self._thread.start()
+        _thread.start_new_thread(self._follow, ())
         return self
 
     def __repr__(self) -> str:
@@ -164,8 +165,7 @@ class PutPreparation:
         if roll is not None:
             roll.wait(ends, self._timeout_s)
         else:
-            with self._link.room:
-                self._link.room.wait_for(lambda: any(end.done() for end in ends), self._timeout_s)
+            self._link.wait_any(ends, self._timeout_s)
         if self._answer.done():
             answer_of(self._answer)
         elif self._failed.done():
@@ -189,7 +189,8 @@ class PutPreparation:
         self._cancelled.set_result(None)
         with self._link.room:
             self._link.room.notify_all()
-        self._thread.join(self._timeout_s)
+        if self._is_followed:
+            self._over.wait(self._timeout_s)
 
     def on_room(self, event: RoomGrown) -> None:
         """Take this host's progress in growing its arena: bytes done, bytes wanted."""
@@ -198,6 +199,7 @@ class PutPreparation:
     # -- following it -----------------------------------------------------------------------------
 
     def _follow(self) -> None:
+        self._is_followed = True
         try:
             self.wait_claimed(RollCall(self._link, self._request, self._timeout_s))
             self._claimed_s = time.monotonic() - self._began_s

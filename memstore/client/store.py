@@ -5,6 +5,7 @@ Read `shell/rank/holder_link.py` for the other end of every call here, `core/con
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import logging
 import numbers
@@ -36,7 +37,7 @@ from memstore.core.wire.rank_messages import (
 )
 from memstore.core.wire.replies import Joined, ShardPlaced, StepAgreed
 from memstore.errors import ClosedError, CommitError, ConfigError, MemstoreError, RecoveryError
-from memstore.shell.rank.collective import CALL_SLACK_S, ask_with_all, collective, in_turn
+from memstore.shell.rank.collective import CALL_SLACK_S, ask_with_all, collective, take_turn
 from memstore.shell.rank.collective_marks import CollectiveMarks
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.launch import Launch
@@ -44,7 +45,6 @@ from memstore.shell.rank.range_read import ShardRanges
 from memstore.shell.rank.shard_read import ShardRead
 from memstore.shell.rank.sigterm import WATCH
 from memstore.shell.rank.trained import TrainedWord
-from memstore.shell.threads.reentrancy import ReentrancyGuard
 
 if TYPE_CHECKING:
     import torch
@@ -73,8 +73,8 @@ class Store(PinVerbs):
         self._whole_get = WholeGet(link, self.puts)
         self._is_closed = False
         self._pid = os.getpid()
-        self._one_get = threading.Lock()
-        self._under_way = ReentrancyGuard(job)
+        self._one_get = threading.RLock()
+        self._verb = _Verb()
         self.first_rehearsal: FirstRehearsal | None = None
         link.on_event = self.on_event
 
@@ -135,7 +135,7 @@ class Store(PinVerbs):
             raise ConfigError(
                 "put(rank_state=) needs connect(shard_rank=, shard_count=): without, every rank's state is its own"
             )
-        with self._under_way.only(f"put({step})"):
+        with self._alone(f"put({step})"):
             ticket = self.puts.put(step, state, timeout_s, overlap, rank_state)
             if ticket.level == "skipped":
                 self._trained.say(step)
@@ -200,7 +200,7 @@ class Store(PinVerbs):
         self._check_open()
         nbytes = check_whole("state", state) if isinstance(state, numbers.Integral) else None
         self.puts.check_usable()
-        with self._under_way.only("prepare()"):
+        with self._alone("prepare()"):
             if nbytes is None:
                 nbytes = self.puts.planned(state, rank_state).nbytes + bytes_to_come((state, rank_state))
             return self.puts.prepare(nbytes)
@@ -255,15 +255,18 @@ class Store(PinVerbs):
         timeout_s = check_seconds("timeout_s", timeout_s)
         if from_job is not None and check_name("job", from_job) == self.job:
             raise ConfigError(f"from_job={from_job!r} is this job: get(), or get(step), reads its own steps")
-        with self._under_way.only("get()"):
+        with self._alone("get()"):
             self.puts.overlap.wait()  # into= may be the state being copied
             if rank is not None:
                 request = ReadStep(job=from_job or self.job, step=step, of_attempt=None, rank=rank)
                 read = ShardRead(self._link, request, timeout_s)
                 return open_shard(read, into, rank_state_into=rank_state_into, timeout_s=timeout_s)
-            with in_turn(self._one_get, f"get() of job {self.job!r}", timeout_s) as left_s:
+            left_s = take_turn(self._one_get, f"get() of job {self.job!r}", timeout_s)
+            try:
                 asked = Get(**self.puts.who(), step=step, from_job=from_job, timeout_s=left_s)
                 return self._get(asked, into, rank_state_into, must_exist)
+            finally:
+                self._one_get.release()
 
     def _get(self, request: Get, into: Any, rank_state_into: Any, must_exist: bool) -> Checkpoint | None:
         found = self._whole_get.run(request, into, rank_state_into)
@@ -287,11 +290,14 @@ class Store(PinVerbs):
         """
         self._check_open()
         timeout_s = check_seconds("timeout_s", timeout_s)
-        with self._under_way.only("agree_on_step()"):
+        with self._alone("agree_on_step()"):
             self.puts.overlap.wait()
-            with in_turn(self._one_get, f"agree_on_step() of job {self.job!r}", timeout_s) as left_s:
+            left_s = take_turn(self._one_get, f"agree_on_step() of job {self.job!r}", timeout_s)
+            try:
                 request = Get(**self.puts.who(), step=None, timeout_s=left_s, is_agreement=True)
                 answer = collective(self._link, request, left_s)
+            finally:
+                self._one_get.release()
         if not isinstance(answer, StepAgreed):
             return None
         self._go_on_from(answer.step)
@@ -361,7 +367,7 @@ class Store(PinVerbs):
             **self.puts.who(), step=step, of_attempt=check_given_whole("attempt", attempt), nonce=self._link.nonce,
             key=self._launch.key,
         )  # fmt: skip
-        with self._under_way.only(f"rewind({step})"):
+        with self._alone(f"rewind({step})"):
             self.puts.overlap.wait()
             self._take_attempt(ask_with_all(self._link, request, limit_s=self.config.connect_timeout_s))
             self.puts.fail_all(f"the job was rewound to step {step} in attempt {self.attempt}", forget=True)
@@ -370,7 +376,7 @@ class Store(PinVerbs):
         """Wait until the newest put has reached `level`; a skipped or superseded put is passed over."""
         self._check_process()
         limit_s = self.config.connect_timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
-        self._under_way.refuse("flush()")  # while it waits a signal's handler may put
+        self._alone("flush()")  # only looked at: while it waits a signal's handler may put
         for ticket in self.puts.newest_first():
             if ticket.level not in ("skipped", "superseded"):
                 ticket.wait(level, limit_s)
@@ -450,11 +456,31 @@ class Store(PinVerbs):
         if self._link.fenced_by:
             raise self._link.fenced_error()
 
+    def _alone(self, verb: str) -> _thread.LockType:
+        """Return the lock to hold during a verb; ConfigError in the middle of another one of this thread (D131)."""
+        own = self._verb
+        if own.lock.locked():
+            raise ConfigError(
+                f"{verb} of job {self.job!r} was called in the middle of {own.name}, in the same thread: by a signal's "
+                "handler, or by code of the state itself (a state_dict, a tensor's class). Let the handler set a flag, "
+                f"and call {verb} when {own.name} has returned",
+                verb=verb, outer=own.name,
+            )  # fmt: skip
+        own.name = verb
+        return own.lock
+
     def _given_seconds(self, timeout_s: float | None) -> float | None:
         return None if timeout_s is None else check_seconds("timeout_s", timeout_s)
 
     def _check_process(self) -> None:
         check_process(f"this Store of job {self.job!r}", self._pid, f"; here memstore.reader({self.job!r}) reads")
+
+
+class _Verb(threading.local):
+    """The verb that is under way in this thread. C enters and leaves its lock: no handler leaves it held (D152)."""
+
+    def __init__(self) -> None:
+        self.lock, self.name = _thread.allocate_lock(), ""
 
 
 def _ended_by(error: BaseException | None) -> str:

@@ -20,8 +20,6 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-from memstore.shell.threads.reentrancy import is_running
-
 TURN_S = 20e-6
 
 
@@ -77,6 +75,14 @@ class _Passes:
         if sys.getswitchinterval() < TURN_S * 1.01:
             sys.setswitchinterval(interval_s)
         self._before = None
+
+
+def is_running(call: FrameType) -> bool:
+    """Return whether this thread is in the middle of a call."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return frame is not None
 
 
 _passes = _Passes()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from memstore.shell.device.deferred_device_copy import DeferredDeviceCopies
-from memstore.shell.threads.safe_condition import SafeEvent, is_of_handler
+from memstore.shell.threads.safe_condition import SafeEvent
 
 
 @dataclass(slots=True)
@@ -72,21 +72,20 @@ class DeferredCopy:
 
     def work(self) -> None:
         """Order the copies and wait until they have arrived."""
-        if not self.ended.is_set():
-            try:
+        try:
+            if not self.ended.is_set():
                 if not self._is_wanted():
                     self.stop("it was given up while it was copied")
                 self.flights.work()
-            except Exception as exc:
-                self.stop(f"device memory could not be copied: {exc}")
-                if is_of_handler(exc):
-                    with contextlib.suppress(RuntimeError):
-                        self.flights.work()  # ordered copies still write
-                    self._is_arrived = True
-                    self._end_if_over()
-                    raise
+        except BaseException as exc:
+            self.stop(f"device memory could not be copied: {exc}")
+            with contextlib.suppress(RuntimeError):
+                self.flights.work()  # ordered copies still write
+            if not isinstance(exc, RuntimeError):  # not the device's
+                raise
+        finally:
             self._is_arrived = True
-        self._end_if_over()
+            self._end_if_over()
 
     def stop(self, why: str) -> None:
         """Order no further copy. A thread that waits for one under way ends the whole then."""
@@ -135,9 +134,9 @@ class DeferredCopy:
                 try:
                     name = self._changed()
                     self._verdict = name and changed_message(name)
-                except Exception as exc:  # a state that may mix two moments is not submitted
+                except BaseException as exc:  # a state that may mix two moments is not submitted
                     self._verdict = f"its sources could not be compared: {exc!r}"
-                    if is_of_handler(exc):
+                    if not isinstance(exc, RuntimeError):  # not the device's
                         raise
             return self._verdict
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from memstore.core.wire.calls import Get, Join, RankCall, ReserveRoom, Rewind, ShardLoaded, Withdraw
@@ -30,28 +29,25 @@ _NAMES: Mapping[type[RankCall], str] = {
 CALL_SLACK_S = 10.0  # the controller's own deadline comes first and names the missing ranks
 
 
-@contextlib.contextmanager
-def in_turn(lock: threading.Lock, what: str, timeout_s: float) -> Iterator[float]:
-    """Threads of one rank ask one after the other: a rank has one place in a round (R23). Gives the seconds left.
+def take_turn(lock: Any, what: str, timeout_s: float) -> float:
+    """Acquire an RLock for a call that threads of one rank make one after the other (R23); return the seconds left.
+
+    A hold that is left of an earlier call of this thread, which a signal's handler ended before its `finally`, goes.
 
     Raises:
         PeerTimeout: Another thread's call took all of `timeout_s`.
     """
+    while lock._is_owned():
+        lock.release()
     since_s = time.monotonic()
-    is_mine = lock.acquire(blocking=False)
-    waited_s = 0.0
-    if not is_mine:
-        is_mine = lock.acquire(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
-        waited_s = time.monotonic() - since_s
-    if not is_mine:
+    if lock.acquire(blocking=False):
+        return timeout_s
+    if not lock.acquire(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX)):
         raise PeerTimeout(
             f"{what}: another thread of this process was still in such a call after {timeout_s:g} s",
             operation=what, limit_s=timeout_s,
         )  # fmt: skip
-    try:
-        yield max(0.0, timeout_s - waited_s)
-    finally:
-        lock.release()
+    return max(0.0, timeout_s - (time.monotonic() - since_s))
 
 
 def collective(link: HolderLink, request: Get, timeout_s: float) -> NothingStored | StepAgreed | ShardPlaced:
@@ -155,7 +151,7 @@ class RollCall:
         """Wait for the first of `futures`, at most `limit_s`."""
         last_s = self.waited_s + limit_s
         while True:
-            if wait(futures, max(0.0, min(self._word_s, last_s) - self.waited_s), FIRST_COMPLETED).done:
+            if self._link.wait_any(futures, min(self._word_s, last_s) - self.waited_s):
                 return
             if self.waited_s >= last_s or not self.look(futures):
                 return
@@ -169,11 +165,11 @@ class RollCall:
             return False
         waited_s = self.waited_s
         asked = self._link.call_soon(AskRollCall(job=self._job, of=self._verb))
-        done = wait([*futures, asked], ANSWER_S, FIRST_COMPLETED).done
+        is_known = self._link.wait_any([*futures, asked], ANSWER_S)
         self._link.forget_call(asked)
-        if done - {asked}:
+        if any(future.done() for future in futures):
             return False
-        answer = asked.result() if asked in done and asked.exception() is None else None
+        answer = asked.result() if is_known and asked.exception() is None else None
         after, self.is_complete = f"after {waited_s:.0f} s", False
         if isinstance(answer, RollCalled):
             self.is_complete = answer.is_complete

@@ -256,9 +256,10 @@ class HolderLink(LeasedSlots):
     def _fail_calls(self, error: MemstoreError) -> None:
         with self.room:
             calls, self.calls = self.calls, {}
-            self.room.notify_all()
         for future, _ in calls.values():
             future.set_exception(error)
+        with self.room:
+            self.room.notify_all()
 
     def _take_grant(self, slots: Sequence[int], mapping: RankMapping) -> None:
         """Pre-fault our mapping of new slots off the training thread and offer them to put, some at a time (R9)."""
@@ -346,6 +347,14 @@ class HolderLink(LeasedSlots):
                 f"({self.commands('memstore status')})",
                 operation=what.partition(" ")[0], waited_s=timeout_s, limit_s=timeout_s,
             ) from None  # fmt: skip
+
+    def wait_any(self, futures: Sequence[Future[Any]], timeout_s: float | None) -> bool:
+        """Wait until one of some calls is done, at most so long; return whether one is.
+
+        concurrent.futures.wait enters locks of all of them by Python: a signal's handler would leave some held.
+        """
+        with self.room:
+            return bool(self.room.wait_for(lambda: any(future.done() for future in futures), timeout_s))
 
     def forget_call(self, future: Future[Any]) -> None:
         """Forget a call: no thread waits for its answer, and a reconnect must not send it again."""

@@ -8,6 +8,7 @@ The process proves the store's secret as a holder does. Connections are opened f
 
 from __future__ import annotations
 
+import _thread
 import logging
 import os
 import threading
@@ -36,6 +37,7 @@ from memstore.shell.net.channel import Channel
 from memstore.shell.net.host_networks import HostNetworks
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.tls import Tls
+from memstore.shell.threads.answers import Answer, answer_of
 
 if TYPE_CHECKING:
     from memstore.shell.codec.verified_stream import Targets  # imports torch, which the command line does without
@@ -105,18 +107,36 @@ class PeerChunks:
         by_host: dict[str, list[int]] = {}
         for index in indices:
             by_host.setdefault(self._host_of[index], []).append(index)
+        lacking: Future[list[int]] = Answer()
+        turn = _thread.allocate_lock()  # held while anything is fetched
+
+        def fetch() -> None:
+            with turn:
+                try:
+                    lacking.set_result([] if self._is_closed else self._fetch(by_host, targets))
+                except BaseException as exc:
+                    lacking.set_exception(exc)
+
+        try:
+            # In a thread that no signal's handler interrupts: the pool's waits would be torn (D152).
+            _thread.start_new_thread(fetch, ())
+            yield lambda: answer_of(lacking)
+            lacking.exception()
+        except BaseException:
+            self.close()
+            with turn:
+                raise
+
+    def _fetch(self, by_host: Mapping[str, Sequence[int]], targets: Targets) -> list[int]:
         jobs: list[Future[list[int]]] = []
         count = len(by_host) * self._dialler.streams
         with ThreadPoolExecutor(max(1, count), thread_name_prefix="memstore-fetch") as workers:
-            try:
-                for host, wanted in by_host.items():
-                    todo = deque(batches(wanted, self._dialler.streams))
-                    streams = range(min(self._dialler.streams, len(todo)))
-                    jobs += [workers.submit(self._stream, host, todo, targets) for _ in streams]
-                yield lambda: sorted({*indices}.difference(index for job in jobs for index in job.result()))
-            except BaseException:
-                self.close()
-                raise
+            for host, wanted in by_host.items():
+                todo = deque(batches(wanted, self._dialler.streams))
+                streams = range(min(self._dialler.streams, len(todo)))
+                jobs += [workers.submit(self._stream, host, todo, targets) for _ in streams]
+        there = {index for job in jobs for index in job.result()}
+        return sorted(index for wanted in by_host.values() for index in wanted if index not in there)
 
     def close(self) -> None:
         """End every connection; any thread may call, more than once."""

@@ -7,13 +7,13 @@ threads: a move costs a third of a microsecond to call, a tensor copy between 0.
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import ctypes
-import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from types import FrameType
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +23,6 @@ from memstore.core.format.layout import batches, pieces
 from memstore.core.format.manifest import chunk_sizes
 from memstore.shell.native import copy_loops, extension
 from memstore.shell.native.copy_loops import Move
-from memstore.shell.threads.reentrancy import is_running
-from memstore.shell.threads.safe_condition import SafeThread, is_of_handler
 
 PARALLEL_COPY_BYTES = 256 << 10  # below it one memmove beats a tensor copy (measured on 2 cores)
 # Below the size of a core's own cache (512 KiB and more): up to a quarter faster than moves of a whole chunk, where the
@@ -50,6 +48,8 @@ class SlotStream:
     def __init__(self, views: Sequence[memoryview], chunk_bytes: int, nbytes: int) -> None:
         if chunk_bytes <= 0 or len(views) < -(-nbytes // chunk_bytes):
             raise ValueError(f"{len(views)} slots of {chunk_bytes} bytes do not hold a stream of {nbytes} bytes")
+        # A handler that raised twice cut off a copy of this thread and the wait for its last blocks.
+        _wait_for([turn for turn, caller in list(_moving.items()) if caller == threading.get_ident()])
         arrays = [np.frombuffer(view, np.uint8) for view in views[: -(-nbytes // chunk_bytes)]]
         for index, array in enumerate(arrays):
             if array.size < min(chunk_bytes, nbytes - index * chunk_bytes):
@@ -166,76 +166,43 @@ def in_threads(moves: Sequence[Move], work: Callable[[Sequence[Move]], None]) ->
     threads_count = copy_threads(total)
     block_bytes = total // (threads_count * BLOCKS_PER_THREAD)
     left = iter([moves] if threads_count == 1 else list(batches(moves, lambda move: move[2], block_bytes)))
-    copies: dict[FrameType, list[_Helper]] = _here.__dict__.setdefault("copies", {})
-    for torn in [call for call in copies if not is_running(call)]:  # a signal's handler raised before they were stopped
-        _stop(copies[torn])
-        del copies[torn]
-    helpers = copies[sys._getframe()] = list[_Helper]()
+    turns: list[_thread.LockType] = []  # each is held while its thread moves blocks
+    errors: list[BaseException] = []  # such as a MemoryError: the block is not whole
+    caller = threading.get_ident()
+
+    def help_out(turn: _thread.LockType) -> None:
+        with turn:
+            _moving[turn] = caller
+            try:
+                for block in left:
+                    work(block)
+            except BaseException as exc:
+                errors.append(exc)
+            del _moving[turn]
+
     try:
         for _ in range(threads_count - 1):
-            helpers.append(_Helper(work, left))
-            helpers[-1].start()
+            turns.append(_thread.allocate_lock())
+            with contextlib.suppress(RuntimeError):  # the limit of threads or of memory: this one makes the moves
+                _thread.start_new_thread(help_out, (turns[-1],))
         for block in left:
             work(block)
-        for helper in helpers:
-            helper.finish()
+        _wait_for(turns)  # one that has not begun finds no block left
     except BaseException:
-        _stop(helpers)
+        deque(left, maxlen=0)  # in one step, which no signal's handler comes before: no thread takes another block
+        _wait_for(turns)
         raise
-    del copies[sys._getframe()]
+    if errors:
+        raise errors[0]
 
 
-class _Helper:
-    """A thread that takes one block of moves after the other, until none is left."""
+_moving: dict[_thread.LockType, int] = {}  # the threads that move blocks, and for which thread
 
-    def __init__(self, work: Callable[[Sequence[Move]], None], left: Iterator[Sequence[Move]]) -> None:
-        self._work, self.left = work, left
-        self._turn = threading.Lock()  # held while it works
-        self._error: BaseException | None = None
-        self._thread = SafeThread(self._run)
 
-    def start(self) -> None:
-        """Start it; if no thread can be started, the caller takes its blocks."""
-        try:
-            self._thread.start()
-        except RuntimeError as exc:  # the limit of threads or of memory
-            if is_of_handler(exc):
-                raise
-
-    def _run(self) -> None:
-        with self._turn:
-            try:
-                for block in self.left:
-                    self._work(block)
-            except BaseException as exc:  # such as a MemoryError: `finish` raises it, for this block is not whole
-                self._error = exc
-
-    def finish(self) -> None:
-        """Wait until its last block is done, and raise what it met; memory moves never block, so the bytes bound it."""
-        self._thread.join()
-        self.wait_stopped()  # if a signal broke its start off, it may run and not count as started
-        if self._error is not None:
-            raise self._error
-
-    def wait_stopped(self) -> None:
-        """Wait until it moves nothing any more; needs no block to be left."""
-        with self._turn:
+def _wait_for(turns: Iterable[_thread.LockType]) -> None:
+    for turn in turns:
+        with turn:
             pass
-
-
-_here = threading.local()  # copies: the helpers of this thread's copies, under way or interrupted
-
-
-def _stop(helpers: Sequence[_Helper]) -> None:
-    """End helpers of an interrupted copy: the next owner of the slots must be alone in them."""
-    try:
-        for helper in helpers:
-            deque(helper.left, maxlen=0)  # in one step, so that it finds no other block
-        for helper in helpers:
-            helper.wait_stopped()
-    except BaseException:  # another signal: the wait is still needed
-        _stop(helpers)
-        raise
 
 
 def _move(moves: Sequence[Move]) -> None:

@@ -1,5 +1,5 @@
-"""Threads, their priority, waits and answers between threads, safe against exceptions of signal handlers.
+"""Priority of threads, waits and answers between threads, safe against exceptions of signal handlers.
 
-A handler may raise between any two steps of the main thread; `safe_condition.py` has the condition, event and thread
-that such an exception cannot tear. All rooms of the shell may use it; it imports none.
+A handler may raise between any two steps of the main thread; `safe_condition.py` has the condition and the event that
+such an exception cannot tear. All rooms of the shell may use it; it imports none.
 """

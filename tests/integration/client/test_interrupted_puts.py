@@ -21,7 +21,7 @@ from interruption import SWALLOWED, interrupt
 from overlap_case import WAIT_S, WIDTH, arrive, hold, on_device_of, one_host, one_rank, stored
 
 from memstore.client.store import Store
-from memstore.errors import RecoveryError
+from memstore.errors import LoadError, RecoveryError
 from memstore.shell.device import deferred_copy, deferred_device_copy
 from memstore.shell.tensors import slot_stream
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
@@ -171,6 +171,29 @@ def test_a_first_put_may_be_interrupted(cluster: ProcessCluster, first: int) -> 
             if interrupted is None:
                 break
     assert at > 100
+
+
+@pytest.mark.parametrize(("of_rank", "first"), [(None, 1), (0, 2)])
+@pytest.mark.usefixtures("two_threads")
+def test_a_get_may_be_interrupted_anywhere(store: Store, of_rank: int | None, first: int) -> None:
+    """The next get and put find no lock held and all the room."""
+    weight = torch.arange(WIDTH * WIDTH, dtype=torch.float32).reshape(WIDTH, WIDTH)
+    state = {"w": torch.zeros(WIDTH, WIDTH)}
+    store.put(1, {"w": weight}).wait("committed", WAIT_S)
+    interrupted: BaseException | None
+    for at in itertools.count(first, 3):
+        try:
+            interrupted = interrupt(lambda: store.get(1, rank=of_rank, into=state, timeout_s=WAIT_S), at)
+        except LoadError as exc:  # says that the state is half written
+            interrupted = exc
+        state["w"].zero_()
+        store.get(1, rank=of_rank, into=state, timeout_s=WAIT_S)
+        assert torch.equal(state["w"], weight), interrupted
+        if interrupted is None:
+            break
+    assert at > 100
+    for step in range(2, 8):
+        store.put(step, {"w": weight}).wait("committed", WAIT_S)
 
 
 def test_a_rank_whose_handler_raises_again_and_again_goes_on(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from memstore.client.connect import connect
 from memstore.client.store import Store
 from memstore.errors import ClosedError, PeerTimeout
 from memstore.shell.rank import collective
-from memstore.shell.rank.collective import in_turn
+from memstore.shell.rank.collective import take_turn
 from memstore.testing.clusters.processes import ProcessCluster
 
 WAIT_S = 60.0
@@ -62,18 +62,21 @@ class Turn:
     def acquire(self, **limits: Any) -> bool:
         return "timeout" in limits
 
-    def release(self) -> None:
-        pass
+    def _is_owned(self) -> bool:
+        return False
 
 
 def test_the_wait_for_a_turn_counts_in_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of another thread's call is taken off this one's; a call that is alone has all of its time."""
-    with in_turn(threading.Lock(), "get()", 60.0) as left_s:
-        assert left_s == 60.0
+    lock = threading.RLock()
+    assert take_turn(lock, "get()", 60.0) == 60.0
+    assert take_turn(lock, "get()", 60.0) == 60.0  # a signal's handler ended the call before
+    lock.release()
+    with pytest.raises(RuntimeError, match="un-acquired"):  # there is one hold
+        lock.release()
     moments = iter([100.0, 150.0])
     monkeypatch.setattr(collective, "time", SimpleNamespace(monotonic=lambda: next(moments)))
-    with in_turn(cast(threading.Lock, Turn()), "get()", 60.0) as left_s:
-        assert left_s == 10.0
+    assert take_turn(Turn(), "get()", 60.0) == 10.0
 
 
 def test_threads_get_in_turn_and_a_forked_child_is_reported_whose_store_it_is(
@@ -93,8 +96,11 @@ def test_threads_get_in_turn_and_a_forked_child_is_reported_whose_store_it_is(
                 assert got is not None
                 assert got.step == 3
         assert all(torch.equal(state["weight"], torch.arange(1000.0)) for state in states)
-        with store._one_get, pytest.raises(PeerTimeout, match="another thread of this process"):
-            store.get(3, timeout_s=0.0)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(store._one_get.acquire).result()
+            with pytest.raises(PeerTimeout, match="another thread of this process"):
+                store.get(3, timeout_s=0.0)
+            pool.submit(store._one_get.release).result()
 
         for verb in ("put", "get", "get rank", "flush"):
             said = outcome_in_child(store, verb)

@@ -192,13 +192,13 @@ def test_sources_that_cannot_be_compared_are_not_submitted(device: LazyDevice, m
     """Not known to be of one moment: the step is given up, and the copy ends."""
 
     def broken(self: WatchedSource) -> bool:
-        raise OSError("bad")
+        raise RuntimeError("bad")
 
     pairs, ends = [pair(FLIGHT_BYTES)], list[str]()
     copy = late(pairs, DeferredDeviceCopies([write(*one) for one in pairs]), ends)
     monkeypatch.setattr(WatchedSource, "is_changed", broken)
     copy.work()
-    assert ends == ["its sources could not be compared: OSError('bad')"]
+    assert ends == ["its sources could not be compared: RuntimeError('bad')"]
     assert copy.ended.is_set()
 
 

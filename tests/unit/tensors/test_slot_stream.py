@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,6 @@ import torch
 from memstore.shell.native.copy_loops import Move
 from memstore.shell.tensors import slot_stream
 from memstore.shell.tensors.slot_stream import in_threads
-from memstore.shell.threads import safe_condition
-from memstore.shell.threads.safe_condition import SafeThread
 
 WAIT_S = 60.0
 MOVES: list[Move] = [(0, 0, 8), (8, 8, 8)]
@@ -57,15 +56,12 @@ def test_an_interrupted_copy_leaves_no_thread_that_writes() -> None:
 
 @pytest.mark.usefixtures("two_threads")
 def test_an_interrupt_while_a_thread_is_started_leaves_none_that_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread runs by then, and does not count as started; what the handler raises is no lack of threads."""
-
-    class Preempted(RuntimeError):
-        pass
+    """The thread runs by then."""
 
     def preempt(number: int, frame: FrameType | None) -> None:
-        raise Preempted
+        raise Interrupted
 
-    def started(run: Callable[[], None], args: tuple[()]) -> None:
+    def started(run: Callable[..., None], args: tuple[Any, ...]) -> None:
         _thread.start_new_thread(run, args)
         assert begun.wait(WAIT_S)
         signal.raise_signal(signal.SIGUSR1)
@@ -76,10 +72,10 @@ def test_an_interrupt_while_a_thread_is_started_leaves_none_that_writes(monkeypa
         begun.set()
         late.append(is_over.wait(0.5))  # the copy must not end before this write
 
-    monkeypatch.setattr(safe_condition, "_thread", SimpleNamespace(**vars(_thread) | {"start_new_thread": started}))
+    monkeypatch.setattr(slot_stream, "_thread", SimpleNamespace(**vars(_thread) | {"start_new_thread": started}))
     before = signal.signal(signal.SIGUSR1, preempt)
     try:
-        with pytest.raises(Preempted):
+        with pytest.raises(Interrupted):
             in_threads(MOVES, work)
     finally:
         is_over.set()
@@ -91,10 +87,10 @@ def test_an_interrupt_while_a_thread_is_started_leaves_none_that_writes(monkeypa
 def test_without_a_thread_to_be_had_the_caller_makes_all_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit of threads is reached: nothing is left out."""
 
-    def refused(self: SafeThread) -> None:
+    def refused(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(SafeThread, "start", refused)
+    monkeypatch.setattr(slot_stream, "_thread", SimpleNamespace(**vars(_thread) | {"start_new_thread": refused}))
     done: list[Move] = []
     in_threads(MOVES, done.extend)
     assert sorted(done) == MOVES
@@ -135,3 +131,32 @@ def test_an_error_in_a_helper_is_the_callers() -> None:
 
     with pytest.raises(MemoryError):
         in_threads(MOVES, work)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_stream_is_made_once_a_twice_interrupted_copy_moves_nothing() -> None:
+    """The second exception cuts the wait off for a block that a helper moves; the next put may have its slots."""
+    main, begun, go_on, moved = threading.current_thread(), threading.Event(), threading.Event(), list[Move]()
+
+    def work(moves: Sequence[Move]) -> None:
+        if threading.current_thread() is main:
+            assert begun.wait(WAIT_S)
+            raise Interrupted
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        moved.extend(moves)
+
+    def interrupt_again(number: int, frame: FrameType | None) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, interrupt_again)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(Interrupted):
+            in_threads([(at, at, 8) for at in range(0, 64, 8)], work)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not moved
+    threading.Timer(0.2, go_on.set).start()
+    slot_stream.SlotStream([memoryview(bytearray(8))], 8, 8)
+    assert len(moved) == 1
