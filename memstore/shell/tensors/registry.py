@@ -43,16 +43,6 @@ def register(cls: C) -> C:
     return cls
 
 
-def register_enum(cls: C) -> C:
-    """Same as `register`, for an enum."""
-    return register(cls)
-
-
-def register_dataclass(cls: C) -> C:
-    """Same as `register`, for a dataclass."""
-    return register(cls)
-
-
 def class_name(cls: type[Any]) -> str:
     """Return the name under which a class is stored."""
     return f"{cls.__module__}:{cls.__qualname__}"
