@@ -16,6 +16,7 @@ from typing import Any
 
 from memstore import config
 from memstore.config import GIB, KIB, MIB, Config
+from memstore.testing.faults.catalogue import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
 PART = re.compile(r"<!-- generated: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
@@ -100,6 +101,16 @@ def purpose_of(folder: Path) -> str:
     return docstring.partition("\n")[0].rstrip(".")
 
 
+def faults_table() -> str:
+    """Return which engine and which drills play each kind of fault."""
+    rows = ["| kind | what it breaks | simulator | processes | Ray | drills |", "|---|---|:-:|:-:|:-:|---|"]
+    for name, kind in KINDS.items():
+        engines = ("x" if weight is not None else "" for weight in (kind.simulator, kind.processes, kind.ray))
+        drills = ", ".join(f"`{drill}`" for drill in kind.drills.split())
+        rows.append(f"| `{name}` | {kind.breaks} | {' | '.join(engines)} | {drills} |")
+    return "\n".join(rows)
+
+
 def rooms_table(package: str) -> str:
     """Return a picture of a package's rooms, floor by floor, and the table of what each may import."""
     rooms = drawn_rooms()[package]
@@ -126,6 +137,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "rooms_shell": lambda: rooms_table("shell"),
     "rooms_drills": lambda: rooms_table("drills"),
     "rooms_testing": lambda: rooms_table("testing"),
+    "faults": faults_table,
 }
 
 

@@ -70,7 +70,7 @@ TESTING: dict[str, str] = {
     "ranks": "clusters",
     "data": "clusters",
     "fuzz": "",
-    "simulator": "controller",
+    "simulator": "controller faults",
     "nemesis": "clusters faults ranks",
 }
 SIMULATOR: dict[str, str] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,25 +17,28 @@ from variants import later
 from memstore.core.holder.answers import Call
 from memstore.core.wire.calls import SkipStep
 from memstore.shell.holder.pending_calls import Calls
+from memstore.testing.faults.catalogue import Fault, played_by
 from memstore.testing.part_records import parts_of
 from memstore.testing.simulator.__main__ import main, parser
 from memstore.testing.simulator.planted.catalogue import BUGS
-from memstore.testing.simulator.run import campaign, corpus, record
-from memstore.testing.simulator.run.campaign import Cut, Outcome, Summary, failure_text, play, run, shrink
+from memstore.testing.simulator.run import campaign, corpus, faults, people, record
+from memstore.testing.simulator.run.campaign import Outcome, Summary, failure_text, play, replay_command, run, shrink
 from memstore.testing.simulator.run.simulation import Simulation
-from memstore.testing.simulator.world.scenario import Fault, Scenario, draw
+from memstore.testing.simulator.world.scenario import Scenario, draw
 
-CORPUS = ROOT / "tests" / "simulator" / "corpus.txt"
+CORPUS = ROOT / "tests" / "simulator" / "corpus.jsonl"
 SEEDS, CHUNK = 300, 3  # half of the seeds in `make test`, the others in `make test-long`
 SHRINK_S = 40.0  # a failing test still ends within its timeout
 
 
-def complaint(outcomes: list[Outcome]) -> str:
-    """Return the first failure, shrunk and with its replay command, and the numbers of the others."""
-    failed = [outcome for outcome in outcomes if outcome.rule]
-    others = ", ".join(str(outcome.seed) for outcome in failed[1:])
+def complaint(scenarios: list[Scenario]) -> str:
+    """Play scenarios; return the first failure, shrunk and with its replay command, and the seeds of the others."""
+    failed = [(each, outcome) for each in scenarios if (outcome := play(each)).rule]
+    others = ", ".join(str(outcome.seed) for _, outcome in failed[1:])
     return (
-        "" if not failed else f"\n{failure_text(failed[0], limit_s=SHRINK_S)}\nother seeds that failed: {others or '-'}"
+        ""
+        if not failed
+        else f"\n{failure_text(*failed[0], limit_s=SHRINK_S)}\nother seeds that failed: {others or '-'}"
     )
 
 
@@ -42,15 +46,15 @@ def complaint(outcomes: list[Outcome]) -> str:
 @pytest.mark.parametrize("first", [*range(0, SEEDS // 2, CHUNK), *later(*range(SEEDS // 2, SEEDS, CHUNK))])
 def test_no_rule_breaks(first: int) -> None:
     """Under the faults of every seed the invariants hold after every event, and the store is whole again afterwards."""
-    found = complaint([play(draw(seed)) for seed in range(first, first + CHUNK)])
+    found = complaint([draw(seed) for seed in range(first, first + CHUNK)])
     assert not found, found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", corpus.read(CORPUS), ids=lambda row: f"{row.seed}-{row.rule}")
-def test_a_seed_that_failed_once_holds(row: corpus.Row) -> None:
-    """No seed of the corpus breaks a rule again."""
-    found = complaint([play(draw(row.seed))])
+@pytest.mark.parametrize("row", corpus.read(CORPUS), ids=lambda row: f"{row.scenario.seed}-{row.rule}")
+def test_a_scenario_that_failed_once_holds(row: corpus.Row) -> None:
+    """No scenario of the corpus breaks a rule again."""
+    found = complaint([row.scenario])
     assert not found, found
 
 
@@ -74,24 +78,29 @@ def test_shrinking_finds_the_fault_that_matters() -> None:
     noise = [
         Fault(at_s, kind) for at_s, kind in ((1.5, "slow-link"), (2.0, "flip-in-transit"), (2.2, "double-reports"))
     ]
-    faults = (*noise, *bug.scenario.faults, Fault(8.0, "kill-controller"), Fault(9.0, "kill-rank"))
+    more = (*noise, *bug.scenario.faults, Fault(8.0, "kill-controller"), Fault(9.0, "kill-rank"))
     with bug.plant():
-        cut, outcome = shrink(replace(bug.scenario, faults=faults), "R8")
-    assert cut.keep == (3,)
-    assert cut.for_s
-    assert cut.for_s[0][1] < faults[3].for_s
+        shrunk, outcome = shrink(replace(bug.scenario, faults=more), "R8")
+    assert [each.kind for each in shrunk.faults] == ["freeze-rank"]
+    assert shrunk.faults[0].for_s < more[3].for_s
     assert outcome.rule == "R8"
     assert "freeze-rank" in outcome.page
+    command = shlex.split(replay_command(shrunk))[3:]
+    assert parser().parse_args(command).scenario == shrunk
+    assert replay_command(draw(7)).endswith("--seed 7")
 
 
-def test_a_command_is_its_cut() -> None:
-    """What a failure tells people to type is read back as the scenario that failed."""
-    cut = Cut((0, 3), ((3, 0.3),))
-    options = parser().parse_args(cut.command(7).split()[3:])
-    assert options.seed == 7
-    assert Cut(options.keep, options.shorten) == cut
-    none = parser().parse_args(Cut(()).command(7).split()[3:])
-    assert Cut(none.keep, none.shorten).apply(draw(7)).faults == ()
+@pytest.mark.parametrize("seed", range(40))
+def test_a_scenario_is_its_line(seed: int) -> None:
+    """What a corpus stores is read back as the scenario that was drawn."""
+    assert Scenario.from_json(draw(seed).to_json()) == draw(seed)
+
+
+def test_every_kind_has_its_function() -> None:
+    """The simulator plays what the catalogue gives it a weight for, no more; and its themes draw the rest."""
+    assert {*faults.INJECT, *people.KINDS} == played_by("simulator")
+    drawn = {fault.kind for seed in range(400) for fault in draw(seed).faults}
+    assert drawn == played_by("simulator")
 
 
 def test_any_exception_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +113,7 @@ def test_any_exception_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_failures_are_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each seed that failed is appended to the corpus once."""
-    file = tmp_path / "corpus.txt"
+    file = tmp_path / "corpus.jsonl"
     command = ["--seeds", "1", "--first", "5", "--jobs", "1", "--record", "--corpus", str(file)]
     assert main(command) == 0
     assert not file.exists()
@@ -112,15 +121,15 @@ def test_failures_are_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str
     with bug.plant():
         assert main(command) == 1
         assert main(command) == 1
-    assert "replay: python -m memstore.testing.simulator --seed 5" in capsys.readouterr().out
-    assert [(row.seed, row.rule) for row in corpus.read(file)] == [(5, "R16")]
+    assert "replay: python -m memstore.testing.simulator --s" in capsys.readouterr().out
+    assert [(row.scenario.seed, row.rule) for row in corpus.read(file)] == [(5, "R16")]
 
 
 def test_a_corpus_line_that_is_none_is_refused(tmp_path: Path) -> None:
     """A line that cannot be read names its number."""
-    file = tmp_path / "corpus.txt"
-    file.write_text("# seeds\n12 R7\n")
-    with pytest.raises(ValueError, match=r"corpus\.txt:2"):
+    file = tmp_path / "corpus.jsonl"
+    file.write_text('{"rule": "R7"}\n')
+    with pytest.raises(ValueError, match=r"corpus\.jsonl:1"):
         corpus.read(file)
 
 
@@ -138,7 +147,7 @@ def test_a_campaign_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(record, "BATCH_SEEDS", 4)
     path = tmp_path / "record.json"
     assert main(["--first", "10", "--seeds", "3", "--jobs", "1", "--campaign", str(path)]) == 0
-    monkeypatch.setattr("memstore.testing.simulator.__main__.failure_text", lambda outcome: "")
+    monkeypatch.setattr("memstore.testing.simulator.__main__.failure_text", lambda scenario, outcome: "")
     main(["--first", "10", "--seeds", "10", "--jobs", "1", "--campaign", str(path)])
     main(["--first", "5", "--seeds", "10", "--jobs", "1", "--campaign", str(path)])
     main(["--first", "10", "--seeds", "10", "--jobs", "1", "--campaign", str(path)])

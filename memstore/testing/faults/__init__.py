@@ -1,4 +1,4 @@
-"""Faults: signals, damaged files, a TCP proxy and an S3 server that fail on demand.
+"""Faults: the catalogue of their kinds, signals, damaged files, a TCP proxy and an S3 server that fail on demand.
 
 Drills, nemesis and clusters share them. Rules may be changed at any time; proxies and servers are context managers that
 leave nothing behind. The proxy knows memstore's frames, so that a test can break a part of one.

@@ -1,4 +1,4 @@
-"""The faults of processes, clocks, links and storage. A method has the name of the kind of fault in a schedule.
+"""The faults of processes, clocks, links and storage. `PLAYED` has the method of each kind.
 
 Each is a generator: it chooses a victim and does its damage, yields what it did as text, and after the fault's time
 undoes it. If a method ends without a yield, because its victim or file has gone meanwhile, nothing has happened.
@@ -18,32 +18,35 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from memstore.testing.faults.catalogue import Fault, plays
 from memstore.testing.faults.processes import send
 from memstore.testing.nemesis.hosts import Hosts
 from memstore.testing.nemesis.ledger import Ledger
 from memstore.testing.nemesis.ray_hosts import RayHosts
 from memstore.testing.nemesis.reading import Reading
-from memstore.testing.nemesis.schedule import Planned, Scenario
+from memstore.testing.nemesis.schedule import Scenario
 from memstore.testing.nemesis.storage import Storage
 from memstore.testing.nemesis.story import Story
+from memstore.testing.ranks.rank_process import RankProcess
 
 if TYPE_CHECKING:
     from memstore.testing.nemesis.job import Job
 
 CATCH_UP_S = 5.0  # a rank that goes on after a stop may take so long to catch up
 FDS_FULL = 3  # the table is full: the process gets EMFILE for the next descriptor
-Fault = Callable[[Any, random.Random, Planned, str], Iterator[str]]
+Play = Callable[[Any, random.Random, Fault], Iterator[str]]
+PLAYED: dict[str, Play] = {}
 
 
-def on(choose: str) -> Callable[[Fault], Callable[[Any, random.Random, Planned], Iterator[str]]]:
+def on(choose: str) -> Callable[[Callable[[Any, random.Random, Fault, str], Iterator[str]]], Play]:
     """Give a fault the host that the method `choose` returns; do nothing if that is none."""
 
-    def decorate(fault: Fault) -> Callable[[Any, random.Random, Planned], Iterator[str]]:
-        @functools.wraps(fault)
-        def chosen(self: Any, rng: random.Random, planned: Planned) -> Iterator[str]:
-            host = getattr(self, choose)(rng, planned)
+    def decorate(play: Callable[[Any, random.Random, Fault, str], Iterator[str]]) -> Play:
+        @functools.wraps(play)
+        def chosen(self: Any, rng: random.Random, fault: Fault) -> Iterator[str]:
+            host = getattr(self, choose)(fault)
             if host:
-                yield from fault(self, rng, planned, host)
+                yield from play(self, rng, fault, host)
 
         return chosen
 
@@ -70,23 +73,28 @@ class FaultBase:
             self.story.log(f"holder {host} is started")
             self.hosts.start_holder(host)
 
-    def up(self, rng: random.Random, planned: Planned) -> str:
-        """Return the planned host, or one whose holder runs; "" if there is none."""
-        running = [h for h in self.hosts if h not in self.hosts.down and h not in self.hosts.stopped]
-        running = [h for h in running if self.hosts.holder(h) is not None]
-        wanted = planned.values.get("host")
-        if wanted is not None:
-            return wanted if wanted in running else ""
-        return rng.choice(running) if running else ""
+    def up(self, fault: Fault) -> str:
+        """Return the fault's host, or the next one whose holder runs; "" if there is none."""
+        hosts = list(self.hosts)
+        first = fault.hosts[0] % len(hosts)
+        for host in [*hosts[first:], *hosts[:first]]:
+            if host not in self.hosts.down and host not in self.hosts.stopped and self.hosts.holder(host) is not None:
+                return host
+        return ""
 
-    def proxied(self, rng: random.Random, planned: Planned) -> str:
+    def proxied(self, fault: Fault) -> str:
         """Return a host with good links that peers reach through a proxy."""
-        host = self.up(rng, planned)
+        host = self.up(fault)
         return host if host in self.hosts.cluster.proxies and host not in self.hosts.cut else ""
 
-    def expendable(self, rng: random.Random, planned: Planned) -> str:
+    def rank(self, fault: Fault) -> RankProcess | None:
+        """Return the fault's rank; None if no rank lives."""
+        ranks = list(self.job.ranks)
+        return ranks[fault.rank % len(ranks)] if ranks else None
+
+    def expendable(self, fault: Fault) -> str:
         """Return a host whose memory may go within the promise; "" if its loss would be one too many."""
-        host = self.up(rng, planned)
+        host = self.up(fault)
         if not host or host in self.hosts.undying:
             return ""
         with self.ledger.lock:
@@ -111,29 +119,33 @@ class ProcessFaults(FaultBase):
 
     # -- holders --------------------------------------------------------------------------------
 
+    @plays("kill-holder", PLAYED)
     @on("up")
-    def kill_holder(self, rng: random.Random, planned: Planned, host: str) -> Iterator[str]:
+    def kill_holder(self, rng: random.Random, fault: Fault, host: str) -> Iterator[str]:
         """Kill a holder; its successor comes later."""
         self.hosts.kill_holder(host)
         yield host
         self.start(host)
 
+    @plays("freeze-holder", PLAYED)
     @on("up")
-    def stop_holder(self, rng: random.Random, planned: Planned, host: str) -> Iterator[str]:
+    def freeze_holder(self, rng: random.Random, fault: Fault, host: str) -> Iterator[str]:
         """Stop a holder for a while."""
         self.hosts.stop_holder(host)
         yield host
         self.hosts.continue_holder(host)
 
+    @plays("replace-holder", PLAYED)
     @on("up")
-    def replace_stopped_holder(self, rng: random.Random, planned: Planned, host: str) -> Iterator[str]:
+    def replace_holder(self, rng: random.Random, fault: Fault, host: str) -> Iterator[str]:
         """Stop a holder and start its successor, which kills it; a holder that only begins has no lock yet."""
         if self.hosts.has_lock(host):
             self.hosts.stop_holder(host)
             yield host
             self.hosts.replace_holder(host)
 
-    def kill_everything(self, rng: random.Random, planned: Planned) -> Iterator[str]:
+    @plays("reboot-all", PLAYED)
+    def reboot_all(self, rng: random.Random, fault: Fault) -> Iterator[str]:
         """Kill all holders and the controller, as when Ray's head is lost; most often the ranks too."""
         self.hosts.kill_everything()
         if rng.random() < 0.7:
@@ -143,14 +155,16 @@ class ProcessFaults(FaultBase):
         yield "all holders and the controller"
         self.hosts.start_everything(order)
 
+    @plays("kill-raylet", PLAYED)
     @on("up")
-    def kill_raylet(self, rng: random.Random, planned: Planned, host: str) -> Iterator[str]:
+    def kill_raylet(self, rng: random.Random, fault: Fault, host: str) -> Iterator[str]:
         """On Ray, kill a raylet and all processes below it; another one joins, with the host's memory."""
         if isinstance(self.hosts, RayHosts) and host not in self.hosts.undying:
             self.hosts.replace_raylet(host)
             yield host
 
-    def stop_gcs(self, rng: random.Random, planned: Planned) -> Iterator[str]:
+    @plays("freeze-gcs", PLAYED)
+    def freeze_gcs(self, rng: random.Random, fault: Fault) -> Iterator[str]:
         """On Ray, stop the GCS for a while."""
         if isinstance(self.hosts, RayHosts):
             self.hosts.signal_gcs(signal.SIGSTOP)
@@ -159,7 +173,8 @@ class ProcessFaults(FaultBase):
 
     # -- controllers ----------------------------------------------------------------------------
 
-    def kill_controller(self, rng: random.Random, planned: Planned) -> Iterator[str]:
+    @plays("kill-controller", PLAYED)
+    def kill_controller(self, rng: random.Random, fault: Fault) -> Iterator[str]:
         """Kill the controller; its successor comes later."""
         if not self.hosts.is_controller_down:
             self.hosts.kill_controller()
@@ -170,14 +185,16 @@ class ProcessFaults(FaultBase):
         if self.hosts.is_controller_down:
             self.hosts.start_controller()
 
-    def stop_controller(self, rng: random.Random, planned: Planned) -> Iterator[str]:
+    @plays("freeze-controller", PLAYED)
+    def freeze_controller(self, rng: random.Random, fault: Fault) -> Iterator[str]:
         """Stop the controller for a while."""
         if not self.hosts.is_controller_down:
             self.hosts.signal_controller(signal.SIGSTOP)
             yield "the controller"
             self.hosts.signal_controller(signal.SIGCONT)
 
-    def second_controller(self, rng: random.Random, planned: Planned) -> Iterator[str]:
+    @plays("second-controller", PLAYED)
+    def second_controller(self, rng: random.Random, fault: Fault) -> Iterator[str]:
         """Start another controller beside the first, which is stopped at that moment in half of the cases."""
         if self.hosts.is_controller_down or self.hosts.is_controller_stopped:
             return
@@ -191,36 +208,43 @@ class ProcessFaults(FaultBase):
 
     # -- ranks ----------------------------------------------------------------------------------
 
-    def kill_rank(self, rng: random.Random, planned: Planned) -> Iterator[str]:
+    @plays("kill-rank", PLAYED)
+    def kill_rank(self, rng: random.Random, fault: Fault) -> Iterator[str]:
         """Kill one rank; the launcher ends the others and starts all again."""
-        for rank in [rng.choice(ranks) for ranks in [list(self.job.ranks)] if ranks]:
+        rank = self.rank(fault)
+        if rank is not None:
             with contextlib.suppress(OSError):
                 rank.send_signal(signal.SIGKILL)
             yield f"rank {rank.rank}"
 
-    def stop_rank(self, rng: random.Random, planned: Planned) -> Iterator[str]:
+    @plays("freeze-rank", PLAYED)
+    def freeze_rank(self, rng: random.Random, fault: Fault) -> Iterator[str]:
         """Stop one rank for a while."""
-        for rank in [rng.choice(ranks) for ranks in [list(self.job.ranks)] if ranks]:
-            pause_s = [time.monotonic(), math.inf]
-            self.job.paused_s.append(pause_s)
-            with contextlib.suppress(OSError):
-                rank.send_signal(signal.SIGSTOP)
-            yield f"rank {rank.rank}"
-            pause_s[1] = time.monotonic() + CATCH_UP_S  # later than planned if a fault before it waited for Ray
-            with contextlib.suppress(OSError):
-                rank.send_signal(signal.SIGCONT)
+        rank = self.rank(fault)
+        if rank is None:
+            return
+        pause_s = [time.monotonic(), math.inf]
+        self.job.paused_s.append(pause_s)
+        with contextlib.suppress(OSError):
+            rank.send_signal(signal.SIGSTOP)
+        yield f"rank {rank.rank}"
+        pause_s[1] = time.monotonic() + CATCH_UP_S  # later than planned if a fault before it waited for Ray
+        with contextlib.suppress(OSError):
+            rank.send_signal(signal.SIGCONT)
 
     # -- hosts ----------------------------------------------------------------------------------
 
+    @plays("kill-host", PLAYED)
     @on("expendable")
-    def lose_host(self, rng: random.Random, planned: Planned, host: str) -> Iterator[str]:
+    def kill_host(self, rng: random.Random, fault: Fault, host: str) -> Iterator[str]:
         """Lose a machine with its memory and its ranks; a blank one of the same id joins later."""
         self.job.kill_ranks(host)
         self.hosts.kill_holder(host, is_lost=True)
         yield host
         self.start(host)
 
-    def lose_everything(self, rng: random.Random, planned: Planned) -> Iterator[str]:
+    @plays("lose-everything", PLAYED)
+    def lose_everything(self, rng: random.Random, fault: Fault) -> Iterator[str]:
         """Lose the memory of all hosts with all processes; the newest durable step must come back."""
         if not self.ledger.durable:
             self.story.log("nothing is durable yet: nothing is destroyed")
@@ -235,25 +259,27 @@ class ProcessFaults(FaultBase):
 
     # -- clocks, descriptors, versions ------------------------------------------------------------
 
-    def step_clock(self, rng: random.Random, planned: Planned) -> Iterator[str]:
+    @plays("step-clock", PLAYED)
+    def step_clock(self, rng: random.Random, fault: Fault) -> Iterator[str]:
         """Kill a process, whose successor has another wall clock."""
-        shift_s = planned.values.get("shift_s") or rng.choice((-3600.0, -30.0, 5.0, 3600.0, 200_000.0))
-        if planned.values.get("who") == "controller" or rng.random() < 0.3:
+        shift_s = rng.choice((-90_000.0, -3600.0, -30.0, 5.0, 3600.0, 200_000.0))
+        if rng.random() < 0.3:
             self.hosts.clocks_s["controller"] = shift_s
             self.hosts.kill_controller()
             yield f"the controller is killed; the next has a clock {shift_s:+g} s"
             self._start_controller()
             return
-        host = self.up(rng, planned)
+        host = self.up(fault)
         if host:
             self.hosts.clocks_s[host] = shift_s
             self.hosts.kill_holder(host)
             yield f"holder {host} is killed; the next has a clock {shift_s:+g} s"
             self.start(host)
 
-    def fill_descriptors(self, rng: random.Random, planned: Planned) -> Iterator[str]:
+    @plays("fill-descriptors", PLAYED)
+    def fill_descriptors(self, rng: random.Random, fault: Fault) -> Iterator[str]:
         """Fill the descriptor table of a holder or the controller for a while."""
-        host, controller = self.up(rng, planned), self.hosts.controller()
+        host, controller = self.up(fault), self.hosts.controller()
         process, name = self.hosts.holder(host) if host else None, f"holder {host}"
         if rng.random() < 0.3 and controller is not None:
             process, name, host = controller, "the controller", ""
@@ -270,8 +296,9 @@ class ProcessFaults(FaultBase):
             yield name
             resource.prlimit(process[0], resource.RLIMIT_NOFILE, before)
 
+    @plays("speak-another-version", PLAYED)
     @on("up")
-    def speak_another_version(self, rng: random.Random, planned: Planned, host: str) -> Iterator[str]:
+    def speak_another_version(self, rng: random.Random, fault: Fault, host: str) -> Iterator[str]:
         """Send a holder the greeting of another version, over TCP and over the Unix socket."""
         body = b"\x80"
         hello = b"MSTO" + bytes((250, 1)) + bytes(2) + bytes(8) + len(body).to_bytes(4, "little") + bytes(8 + 4) + body
@@ -290,11 +317,21 @@ class ProcessFaults(FaultBase):
 class LinkFaults(FaultBase):
     """The faults of links and of durable storage, and questions to readers and the command line in between."""
 
+    @plays("partition", PLAYED)
     @on("proxied")
-    def cut_link(self, rng: random.Random, planned: Planned, host: str) -> Iterator[str]:
+    def partition(self, rng: random.Random, fault: Fault, host: str) -> Iterator[str]:
+        """Lose or hold back what peers send to a host and what it answers, for a while."""
+        proxy = self.hosts.cluster.proxies[host]
+        yield from self._cut(rng, host, (proxy.up, proxy.down))
+
+    @plays("one-way", PLAYED)
+    @on("proxied")
+    def one_way(self, rng: random.Random, fault: Fault, host: str) -> Iterator[str]:
         """Lose or hold back what peers send to a host, or what it answers, for a while."""
         proxy = self.hosts.cluster.proxies[host]
-        directions = rng.choice(((proxy.up,), (proxy.down,), (proxy.up, proxy.down)))
+        yield from self._cut(rng, host, (rng.choice((proxy.up, proxy.down)),))
+
+    def _cut(self, rng: random.Random, host: str, directions: tuple[Any, ...]) -> Iterator[str]:
         field = rng.choice(("drop", "stall"))
         self.hosts.cut.add(host)
         self.hosts.mark_away(host)
@@ -305,26 +342,32 @@ class LinkFaults(FaultBase):
             setattr(direction, field, False)
         self.hosts.cut.discard(host)
 
+    @plays("slow-link", PLAYED)
     @on("proxied")
-    def slow_link(self, rng: random.Random, planned: Planned, host: str) -> Iterator[str]:
+    def slow_link(self, rng: random.Random, fault: Fault, host: str) -> Iterator[str]:
         """Make a host's link late and slow for a while."""
         direction = self.hosts.cluster.proxies[host].up
         direction.delay_s, direction.rate_bytes_per_s = rng.choice((0.0, 0.05, 0.3)), rng.choice((0.0, 2e5, 2e6))
         yield f"{host}: {direction.delay_s:g} s late, {direction.rate_bytes_per_s:g} B/s"
         direction.delay_s = direction.rate_bytes_per_s = 0.0
 
+    @plays("reset-in-transit", PLAYED)
     @on("proxied")
-    def reset_links(self, rng: random.Random, planned: Planned, host: str) -> Iterator[str]:
-        """Reset every connection of peers to a host, or flip a bit of the next large payload."""
-        proxy = self.hosts.cluster.proxies[host]
-        if rng.random() < 0.5:
-            proxy.reset_all()
-            yield f"{host}: all reset"
-        else:
-            proxy.up.flip("payload", rng.randrange(4096), payload_min=4096, bit=rng.randrange(8))
-            yield f"{host}: a bit flips"
+    def reset_in_transit(self, rng: random.Random, fault: Fault, host: str) -> Iterator[str]:
+        """Reset every connection of peers to a host."""
+        self.hosts.cluster.proxies[host].reset_all()
+        yield f"{host}: all reset"
 
-    def break_storage(self, rng: random.Random, planned: Planned) -> Iterator[str]:
+    @plays("flip-in-transit", PLAYED)
+    @on("proxied")
+    def flip_in_transit(self, rng: random.Random, fault: Fault, host: str) -> Iterator[str]:
+        """Flip a bit of the next large payload to a host."""
+        up = self.hosts.cluster.proxies[host].up
+        up.flip("payload", rng.randrange(4096), payload_min=4096, bit=rng.randrange(8))
+        yield f"{host}: a bit flips"
+
+    @plays("durable-broken", PLAYED)
+    def durable_broken(self, rng: random.Random, fault: Fault) -> Iterator[str]:
         """Let durable storage fail, hang up or be away for a while."""
         what, undo = self.storage.damage(rng)
         began_s = time.monotonic()
@@ -333,13 +376,15 @@ class LinkFaults(FaultBase):
         undo()
         self.ledger.lost_storage(began_s, time.monotonic())
 
+    @plays("read", PLAYED)
     @on("up")
-    def read(self, rng: random.Random, planned: Planned, host: str) -> Iterator[str]:
+    def read(self, rng: random.Random, fault: Fault, host: str) -> Iterator[str]:
         """Let a reader read shards on some host; this is no fault."""
         self.reading.begin_read(host, rng)
         yield from ()
 
-    def ask_cli(self, rng: random.Random, planned: Planned) -> Iterator[str]:
+    @plays("ask-cli", PLAYED)
+    def ask_cli(self, rng: random.Random, fault: Fault) -> Iterator[str]:
         """Ask one verb of the command line, as a person does; this is no fault."""
         self.reading.begin_cli(rng)
         yield from ()
@@ -348,16 +393,16 @@ class LinkFaults(FaultBase):
 class FaultPlayer(FaultBase):
     """The play of the faults of one round, undone in `tick` and `heal`; only the round's thread calls it."""
 
-    def play(self, planned: Planned) -> None:
+    def play(self, fault: Fault) -> None:
         """Do one fault."""
-        rng = random.Random(f"{self.scenario.seed} {planned.at_s} {planned.values.get('draw', 0)}")
+        rng = random.Random(f"{self.scenario.seed} {fault}")
         self.last_s = time.monotonic()
-        fault: Iterator[str] = getattr(self, planned.kind)(rng, planned)
-        text = next(fault, None)
+        played = PLAYED[fault.kind](self, rng, fault)
+        text = next(played, None)
         if text is not None:
-            self.story.fault(planned.kind, f"{text}, for {planned.for_s:g} s")
+            self.story.fault(fault.kind, f"{text}, for {fault.for_s:g} s")
             self.order += 1
-            heapq.heappush(self.undo, (time.monotonic() + planned.for_s, self.order, fault))
+            heapq.heappush(self.undo, (time.monotonic() + fault.for_s, self.order, played))
 
     def tick(self) -> None:
         """Undo the faults whose time is over."""

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,9 @@ import numpy as np
 from memstore.core.arena.slot_table import SlotState
 from memstore.errors import DrillError
 from memstore.testing.faults.arena_files import flip_bit, manifest_files, slot_records
+from memstore.testing.faults.catalogue import Fault, plays
 from memstore.testing.faults.processes import freeze, process_of, thaw, wait_frozen
-from memstore.testing.nemesis.faults import FaultBase, FaultPlayer, LinkFaults, ProcessFaults, on
-from memstore.testing.nemesis.schedule import Planned
+from memstore.testing.nemesis.faults import PLAYED, FaultBase, FaultPlayer, LinkFaults, ProcessFaults, on
 
 LIVE_FILES = (("arena", "slots", "manifests", "journal"), ("manifests",), ("journal",), ("slots",), ("arena",), ("*",))
 STOPPED_S = 2.0
@@ -25,28 +26,23 @@ STOPPED_S = 2.0
 class FileFaults(FaultBase):
     """The faults of files."""
 
-    def lose_folder_under_ranks(self, rng: random.Random, planned: Planned) -> Iterator[str]:
-        """Kill a holder, remove its folder, start a new one; the host's ranks live on with the old mapping."""
-        yield from self._lose_under_ranks(rng, planned, "*")
-
-    def lose_file_under_ranks(self, rng: random.Random, planned: Planned) -> Iterator[str]:
-        """Kill a holder, remove one file of its folder, start a new one."""
-        name = rng.choice(("arena", "arena", "slots", "manifests", "journal"))
-        yield from self._lose_under_ranks(rng, planned, name)
-
-    def _lose_under_ranks(self, rng: random.Random, planned: Planned, name: str) -> Iterator[str]:
-        on_ranks = [h for h in self.job.place if self.hosts.holder(h) is not None and h not in self.hosts.stopped]
-        host = rng.choice(on_ranks) if on_ranks else ""
-        host = self.expendable(rng, Planned(planned.at_s, planned.kind, 0.0, {"host": host})) if host else ""
+    @plays("replace-arena", PLAYED)
+    def replace_arena(self, rng: random.Random, fault: Fault) -> Iterator[str]:
+        """Kill a holder under living ranks, remove a file of its folder or all of it, start a new one."""
+        on_ranks = sorted({h for h in self.job.place if self.hosts.holder(h) is not None} - self.hosts.stopped.keys())
+        wanted = on_ranks[fault.hosts[0] % len(on_ranks)] if on_ranks else ""
+        host = self.expendable(replace(fault, hosts=(list(self.hosts).index(wanted),))) if wanted else ""
         if host:
+            name = "*" if fault.count == 1 else rng.choice(("arena", "arena", "slots", "manifests", "journal"))
             self.hosts.kill_holder(host)
             self.harmed(host, "lost")
             remove(self.hosts.arena(host), (name,))
             yield f"{host}: holder killed, {'its folder' if name == '*' else name} removed, ranks live on"
             self.start(host)
 
+    @plays("remove-files", PLAYED)
     @on("expendable")
-    def remove_live_files(self, rng: random.Random, planned: Planned, host: str) -> Iterator[str]:
+    def remove_files(self, rng: random.Random, fault: Fault, host: str) -> Iterator[str]:
         """Remove files of a live holder's folder, as a cleaner of temporary files does."""
         names = rng.choice(LIVE_FILES)
         self.harmed(host, "lost")
@@ -54,8 +50,9 @@ class FileFaults(FaultBase):
         remove(self.hosts.arena(host), names)
         yield f"{host}: {', '.join(names)}"
 
+    @plays("truncate-files", PLAYED)
     @on("expendable")
-    def truncate_while_down(self, rng: random.Random, planned: Planned, host: str) -> Iterator[str]:
+    def truncate_files(self, rng: random.Random, fault: Fault, host: str) -> Iterator[str]:
         """Kill a holder, cut its journal or manifests short, start a new one; files that ranks have mapped stay."""
         what, folder = rng.choice(("journal", "manifests")), self.hosts.arena(host)
         self.hosts.kill_holder(host)
@@ -66,8 +63,9 @@ class FileFaults(FaultBase):
         yield f"{host}: {what}"
         self.start(host)
 
+    @plays("flip-at-rest", PLAYED)
     @on("expendable")
-    def rot_slots(self, rng: random.Random, planned: Planned, host: str) -> Iterator[str]:
+    def flip_at_rest(self, rng: random.Random, fault: Fault, host: str) -> Iterator[str]:
         """Change bytes of sealed slots, with the holder stopped meanwhile, so that no slot is used again by then."""
         folder, chunk = self.hosts.arena(host), self.hosts.cluster.config.chunk_bytes
         count = 0
@@ -89,16 +87,18 @@ class FileFaults(FaultBase):
             self.harmed(host, "rot")
             yield f"{host}: {count} sealed slots"
 
+    @plays("rot-manifest", PLAYED)
     @on("expendable")
-    def rot_manifest(self, rng: random.Random, planned: Planned, host: str) -> Iterator[str]:
+    def rot_manifest(self, rng: random.Random, fault: Fault, host: str) -> Iterator[str]:
         """Change a byte of some manifests on one host."""
         count = sum(flip_somewhere(rng, path) for path in manifest_files(self.hosts.arena(host)))
         if count:
             self.harmed(host, "rot-file")
             yield f"{host}: {count} manifests"
 
+    @plays("rot-journal", PLAYED)
     @on("expendable")
-    def rot_journal(self, rng: random.Random, planned: Planned, host: str) -> Iterator[str]:
+    def rot_journal(self, rng: random.Random, fault: Fault, host: str) -> Iterator[str]:
         """Change a byte of a journal."""
         if flip_somewhere(rng, self.hosts.arena(host) / "journal"):
             self.harmed(host, "rot-file")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from memstore.testing.clusters.processes import ProcessCluster
+from memstore.testing.faults.catalogue import Fault
 from memstore.testing.nemesis import leaks
 from memstore.testing.nemesis.checks import wait_limit_s
 from memstore.testing.nemesis.faults_files import Faults
@@ -22,7 +23,7 @@ from memstore.testing.nemesis.observer import Observer, incomplete
 from memstore.testing.nemesis.rank_process import LOG_VARIABLE
 from memstore.testing.nemesis.ray_hosts import RayHosts
 from memstore.testing.nemesis.reading import Reading
-from memstore.testing.nemesis.schedule import Planned, Scenario
+from memstore.testing.nemesis.schedule import Scenario
 from memstore.testing.nemesis.storage import Storage
 from memstore.testing.nemesis.story import Story
 from memstore.testing.ranks.rank_process import RankNursery
@@ -102,12 +103,12 @@ class Round:
 
     def _break_things(self) -> None:
         began_s = time.monotonic()
-        for planned in self.scenario.faults:
-            due_s = began_s + planned.at_s
+        for fault in self.scenario.faults:
+            due_s = began_s + fault.at_s
             while time.monotonic() < due_s:
                 self._tick()
                 time.sleep(TICK_S)
-            self.faults.play(planned)
+            self.faults.play(fault)
         self._until(lambda: not self.faults.undo, 15.0, "")
 
     def _repair_and_check(self) -> None:
@@ -218,7 +219,8 @@ class Round:
         """Lose replicas - 1 domains, which the promise allows once the store reports all copies."""
         hosts = [host for host in self.hosts if self.scenario.shape != "rack_then_host" or self.domains[host] == "b"]
         if self.scenario.replicas > 1 and self.observer.complete_s:
-            self.faults.play(Planned(0.0, "lose_host", 0.5, {"host": self.rng.choice(hosts)}))
+            host = list(self.hosts).index(self.rng.choice(hosts))
+            self.faults.play(Fault(0.0, "kill-host", (host,), for_s=0.5))
             self._until(lambda: not self.faults.undo, 15.0, "")
             self._until(lambda: False, QUIET_S, "")
 

@@ -10,43 +10,16 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-# Kinds of faults with their weights in a random schedule; `Faults` has a method for each.
-KINDS: dict[str, float] = {
-    "kill_holder": 3, "stop_holder": 3, "replace_stopped_holder": 1, "kill_controller": 2, "stop_controller": 2,
-    "second_controller": 2, "kill_rank": 3, "stop_rank": 2, "kill_everything": 1, "lose_host": 3,
-    "lose_folder_under_ranks": 2, "lose_file_under_ranks": 2, "remove_live_files": 2, "truncate_while_down": 1,
-    "rot_slots": 2, "rot_manifest": 1, "rot_journal": 1, "step_clock": 2, "fill_descriptors": 1,
-    "cut_link": 2, "slow_link": 1, "reset_links": 1, "speak_another_version": 1, "break_storage": 2, "read": 4,
-    "ask_cli": 1,
-}  # fmt: skip
+from memstore.testing.faults.catalogue import Fault, weights
+
 KILLS = (
-    "kill_holder",
-    "stop_holder",
-    "kill_controller",
-    "second_controller",
-    "kill_rank",
-    "stop_rank",
-    "read",
-    "ask_cli",
-)
-RAY_KINDS: dict[str, float] = {
-    "kill_holder": 3, "stop_holder": 2, "kill_controller": 2, "stop_controller": 2, "kill_rank": 3, "stop_rank": 1,
-    "lose_host": 3, "kill_raylet": 2, "stop_gcs": 2, "kill_everything": 1, "lose_file_under_ranks": 1,
-    "remove_live_files": 1, "rot_slots": 1, "read": 3, "ask_cli": 1,
-}  # fmt: skip
+    "kill-holder", "freeze-holder", "kill-controller", "second-controller", "kill-rank", "freeze-rank", "read",
+    "ask-cli",
+)  # fmt: skip
+OF_LINKS = ("partition", "one-way", "slow-link", "flip-in-transit", "reset-in-transit")
 COMPOSED = ("folder_then_train", "days_then_restart", "rack_then_host", "clock_back", "live_folder", "memory_lost")
 COMPOSED_SHARE = 0.45
 STORAGES = ("", "", "directory", "s3")
-
-
-@dataclass(frozen=True)
-class Planned:
-    """One fault: when, what, and how long it lasts."""
-
-    at_s: float
-    kind: str
-    for_s: float = 0.0
-    values: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,7 +44,7 @@ class Scenario:
     storage: str
     abandoned_arena_ttl_s: float
     job_ttl_s: float
-    faults: tuple[Planned, ...]
+    faults: tuple[Fault, ...]
     ending: str  # "running", "dead", "closed": what becomes of the job before copies must be complete
     store_fields: dict[str, Any] = field(default_factory=dict)
     job_fields: dict[str, Any] = field(default_factory=dict)
@@ -142,7 +115,7 @@ def without(scenario: Scenario, kinds: Collection[str]) -> Scenario:
     return replace(scenario, faults=tuple(fault for fault in scenario.faults if fault.kind not in kinds))
 
 
-def _with(scenario: Scenario, faults: list[Planned], ending: str) -> Scenario:
+def _with(scenario: Scenario, faults: list[Fault], ending: str) -> Scenario:
     fields = {
         "abandoned_arena_ttl_s": scenario.abandoned_arena_ttl_s, "recovery_grace_s": 10.0, "detect": 3.0,
     }  # fmt: skip
@@ -150,72 +123,68 @@ def _with(scenario: Scenario, faults: list[Planned], ending: str) -> Scenario:
         "replicas": scenario.replicas, "keep_steps": scenario.keep_steps, "stall_budget_s": scenario.stall_budget_s,
         "job_ttl_s": scenario.job_ttl_s,
     }  # fmt: skip
-    ordered = tuple(sorted(faults, key=lambda fault: fault.at_s))
-    return replace(scenario, faults=ordered, ending=ending, store_fields=fields, job_fields=job_fields)
+    return replace(scenario, faults=tuple(sorted(faults)), ending=ending, store_fields=fields, job_fields=job_fields)
 
 
-def _random_faults(rng: random.Random, scenario: Scenario, seconds: float) -> list[Planned]:
-    if scenario.shape == "ray":
-        kinds = dict(RAY_KINDS)
-    else:
-        kinds = {kind: weight for kind, weight in KINDS.items() if scenario.shape == "random" or kind in KILLS}
+def _random_faults(rng: random.Random, scenario: Scenario, seconds: float) -> list[Fault]:
+    kinds = weights("ray" if scenario.shape == "ray" else "processes")
+    if scenario.shape == "kills":
+        kinds = {kind: kinds[kind] for kind in KILLS}
     if not scenario.has_proxies:
-        for kind in ("cut_link", "slow_link", "reset_links"):
-            kinds.pop(kind, None)
+        kinds = {kind: weight for kind, weight in kinds.items() if kind not in OF_LINKS}
     if not scenario.storage:
-        kinds.pop("break_storage", None)
+        kinds.pop("durable-broken", None)
     found, at_s = [], rng.uniform(0.5, 3.0)
     while at_s < seconds:
         kind = rng.choices(list(kinds), list(kinds.values()))[0]
-        found.append(_planned(rng, at_s, kind, rng.choice((0.0, 0.3, 1.0, 2.5, 6.0))))
+        found.append(_fault(rng, at_s, kind, rng.choice((0.0, 0.3, 1.0, 2.5, 6.0))))
         at_s += rng.choice((0.2, 0.7, 1.5, 4.0))
     return found
 
 
-def _planned(rng: random.Random, at_s: float, kind: str, for_s: float = 0.0, **values: Any) -> Planned:
-    """Return a fault with a number of its own, from which it draws what it needs."""
-    return Planned(at_s, kind, for_s, {"draw": rng.getrandbits(32), **values})
+def _fault(rng: random.Random, at_s: float, kind: str, for_s: float = 0.0, **chosen: Any) -> Fault:
+    drawn = {"hosts": (rng.randrange(5),), "rank": rng.randrange(8), "count": rng.choice((1, 2))}
+    return Fault(at_s, kind, for_s=for_s, **{**drawn, **chosen})
 
 
-def _folder_then_train(rng: random.Random, scenario: Scenario) -> list[Planned]:
+def _folder_then_train(rng: random.Random, scenario: Scenario) -> list[Fault]:
     """Kill a holder, remove its arena file or folder, and start a new one while its rank trains."""
-    kind = rng.choice(("lose_folder_under_ranks", "lose_file_under_ranks"))
     at_s = rng.uniform(2.0, 4.0)
-    return [_planned(rng, at_s, kind, rng.choice((0.0, 0.5, 2.0))), _planned(rng, at_s + 6.0, "read")]
+    return [_fault(rng, at_s, "replace-arena", rng.choice((0.0, 0.5, 2.0))), _fault(rng, at_s + 6.0, "read")]
 
 
-def _days_then_restart(rng: random.Random, scenario: Scenario) -> list[Planned]:
+def _days_then_restart(rng: random.Random, scenario: Scenario) -> list[Fault]:
     """Train for longer than abandoned_arena_ttl_s, then kill everything and start it again."""
     at_s = scenario.abandoned_arena_ttl_s + rng.uniform(2.0, 4.0)
-    draw = {"draw": rng.getrandbits(32)}
-    kind = rng.choice(("kill_everything", "kill_everything", "kill_holder"))
-    return [Planned(at_s, kind, rng.uniform(0.0, 1.0), draw)]
+    return [_fault(rng, at_s, rng.choice(("reboot-all", "reboot-all", "kill-holder")), rng.uniform(0.0, 1.0))]
 
 
-def _rack_then_host(rng: random.Random, scenario: Scenario) -> list[Planned]:
+def _rack_then_host(rng: random.Random, scenario: Scenario) -> list[Fault]:
     """Replace a rack host by host and end the job; the round's ending then loses a host of the other rack."""
     at_s, gap_s = rng.uniform(2.0, 4.0), rng.choice((0.3, 0.6, 1.2))
-    hosts = rng.sample(["h1", "h2"], 2)
-    return [Planned(at_s + i * gap_s, "lose_host", rng.choice((0.0, 0.3)), {"host": h}) for i, h in enumerate(hosts)]
+    of_rack = rng.sample([0, 1], 2)
+    return [
+        _fault(rng, at_s + n * gap_s, "kill-host", rng.choice((0.0, 0.3)), hosts=(index,))
+        for n, index in enumerate(of_rack)
+    ]
 
 
-def _clock_back(rng: random.Random, scenario: Scenario) -> list[Planned]:
+def _clock_back(rng: random.Random, scenario: Scenario) -> list[Fault]:
     """Restart a holder or the controller with a clock that was set back or forth."""
-    values = {"draw": rng.getrandbits(32), "shift_s": rng.choice((-3600.0, -90_000.0, 3600.0, 90_000.0))}
-    return [Planned(rng.uniform(2.0, 4.0), "step_clock", rng.choice((0.0, 1.0)), values)]
+    return [_fault(rng, rng.uniform(2.0, 4.0), "step-clock", rng.choice((0.0, 1.0)))]
 
 
-def _memory_lost(rng: random.Random, scenario: Scenario) -> list[Planned]:
+def _memory_lost(rng: random.Random, scenario: Scenario) -> list[Fault]:
     """Let storage fail for a while and work again, then lose the memory of all hosts."""
     at_s = rng.uniform(1.0, 2.0)
-    broken = _planned(rng, at_s, "break_storage", rng.choice((0.3, 1.5)))
-    return [broken, _planned(rng, at_s + rng.uniform(6.0, 9.0), "lose_everything", rng.choice((0.0, 1.0)))]
+    broken = _fault(rng, at_s, "durable-broken", rng.choice((0.3, 1.5)))
+    return [broken, _fault(rng, at_s + rng.uniform(6.0, 9.0), "lose-everything", rng.choice((0.0, 1.0)))]
 
 
-def _live_folder(rng: random.Random, scenario: Scenario) -> list[Planned]:
+def _live_folder(rng: random.Random, scenario: Scenario) -> list[Fault]:
     """Remove files of a live holder's folder; in half of the rounds replace the controller then."""
     at_s = rng.uniform(2.0, 4.0)
-    found = [_planned(rng, at_s, "remove_live_files")]
+    found = [_fault(rng, at_s, "remove-files")]
     if rng.random() < 0.5:
-        found.append(Planned(at_s + rng.uniform(0.5, 3.0), "kill_controller", 0.5, {}))
+        found.append(_fault(rng, at_s + rng.uniform(0.5, 3.0), "kill-controller", 0.5))
     return found

@@ -14,9 +14,9 @@ from pathlib import Path
 from memstore.testing.part_records import source_commit
 from memstore.testing.simulator.planted.catalogue import table
 from memstore.testing.simulator.run import corpus
-from memstore.testing.simulator.run.campaign import COMMAND, Cut, Outcome, failure_text, play, run
+from memstore.testing.simulator.run.campaign import COMMAND, Outcome, failure_text, play, run
 from memstore.testing.simulator.run.record import play_on
-from memstore.testing.simulator.world.scenario import draw
+from memstore.testing.simulator.world.scenario import Scenario, draw
 
 FAILURES_SHOWN_MAX = 10  # shrinking one takes seconds; the summary counts the others
 
@@ -28,8 +28,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.planted:
         print(table())
         return 0
-    if options.seed is not None:
-        return _replay(options)
+    if options.seed is not None or options.scenario is not None:
+        return _replay(options.scenario or draw(options.seed))
     failed: list[Outcome] = []
     played = 0
 
@@ -49,13 +49,13 @@ def main(argv: list[str] | None = None) -> int:
         summary = run(options.first, options.seeds, **how)
     failed.sort(key=lambda outcome: outcome.seed)
     for outcome in failed[:FAILURES_SHOWN_MAX]:
-        print(failure_text(outcome), end="\n\n")
+        print(failure_text(draw(outcome.seed), outcome), end="\n\n")
     print(summary.text())
     if options.record:
         commit, date = source_commit() or "unknown", datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
         for outcome in failed:
             why = outcome.why.strip().splitlines()[-1]
-            corpus.record(corpus.Row(outcome.seed, outcome.rule, date, commit, why), options.corpus)
+            corpus.record(corpus.Row(outcome.rule, date, commit, why, draw(outcome.seed)), options.corpus)
     return 1 if failed else 0
 
 
@@ -67,26 +67,15 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=0, help="processes (default: one per core)")
     parser.add_argument("--minutes", type=float, help="begin no seed after so many minutes")
     parser.add_argument("--campaign", type=Path, help="play the seeds that this record lacks, and add them to it")
-    parser.add_argument("--record", action="store_true", help="append seeds that fail to the corpus")
+    parser.add_argument("--record", action="store_true", help="append scenarios that fail to the corpus")
     parser.add_argument("--corpus", type=Path, default=corpus.DEFAULT, help="the corpus file")
     parser.add_argument("--planted", action="store_true", help="hunt every planted bug and print the table")
     parser.add_argument("--seed", type=int, help="play this one and print its page")
-    parser.add_argument("--keep", type=_indices, help="with --seed: only these faults, by index, or `none`")
-    parser.add_argument("--shorten", type=_shorter, default=(), help="with --seed: index=seconds,... of faults")
+    parser.add_argument("--scenario", type=Scenario.from_json, help="play this one, as a failure prints it")
     return parser
 
 
-def _indices(text: str) -> tuple[int, ...]:
-    return () if text == "none" else tuple(int(word) for word in text.split(","))
-
-
-def _shorter(text: str) -> tuple[tuple[int, float], ...]:
-    pairs = (word.split("=") for word in text.split(","))
-    return tuple((int(index), float(for_s)) for index, for_s in pairs)
-
-
-def _replay(options: argparse.Namespace) -> int:
-    scenario = Cut(options.keep, options.shorten).apply(draw(options.seed))
+def _replay(scenario: Scenario) -> int:
     outcome = play(scenario)
     print(outcome.page or scenario.text())
     print(f"\nfingerprint {outcome.fingerprint}, {outcome.events:,} events, {outcome.virtual_s:.1f} simulated seconds")

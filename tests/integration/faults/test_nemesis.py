@@ -18,15 +18,17 @@ from msgspec.structs import replace
 from repository import ROOT
 
 from memstore.core.wire.status_rows import AttemptStatus
+from memstore.testing.faults.catalogue import Fault, played_by
 from memstore.testing.fuzz.message_samples import blank
 from memstore.testing.nemesis import oracle
 from memstore.testing.nemesis.checks import RestoreCheck, check_put, check_read, stall_bound_s
 from memstore.testing.nemesis.faults import ProcessFaults
+from memstore.testing.nemesis.faults_files import PLAYED
 from memstore.testing.nemesis.ledger import Ledger
 from memstore.testing.nemesis.load_meter import LoadMeter
 from memstore.testing.nemesis.observer import incomplete
 from memstore.testing.nemesis.record import Part, append, shortened
-from memstore.testing.nemesis.schedule import COMPOSED, KINDS, draw
+from memstore.testing.nemesis.schedule import COMPOSED, draw
 from memstore.testing.nemesis.story import Story
 from memstore.testing.ranks.rank_process import RankFailed
 
@@ -224,16 +226,23 @@ def test_a_seed_draws_the_same_round_again() -> None:
     rounds = [draw(seed) for seed in range(400)]
     assert rounds == [draw(seed) for seed in range(400)]
     assert {scenario.shape for scenario in rounds} == {"random", *COMPOSED}
-    assert {fault.kind for scenario in rounds for fault in scenario.faults} >= {*KINDS, "lose_everything"}
+    assert {fault.kind for scenario in rounds for fault in scenario.faults} == played_by("processes")
     assert {scenario.replicas for scenario in rounds} == {1, 2, 3}
     assert {scenario.world_size for scenario in rounds} == {2, 3, 4, 5}
     assert all(len(set(scenario.domains().values())) >= scenario.replicas for scenario in rounds)
 
 
+def test_every_kind_has_its_function() -> None:
+    """The nemesis plays what the catalogue gives it a weight for, on plain processes or on Ray, and no more."""
+    assert PLAYED.keys() == played_by("processes") | played_by("ray")
+    drawn = {fault.kind for seed in range(400) for fault in draw(seed, shape="ray").faults}
+    assert drawn == played_by("ray")
+
+
 def test_the_record_grows_by_every_part(tmp_path: Path) -> None:
     """Parts are appended, a part that goes on replaces its former state, and a broken promise leaves its story."""
     path, story = tmp_path / "record.json", Story()
-    story.fault("kill_holder", "h1")
+    story.fault("kill-holder", "h1")
     story.violate("stall", "for long")
     first, second = Part(1), Part(2)
     first.body["date"], second.body["date"] = "1", "2"
@@ -244,7 +253,7 @@ def test_the_record_grows_by_every_part(tmp_path: Path) -> None:
     second.add(draw(3), Story(), 9.0, 0.1)
     total = append(path, second)
     assert (total["rounds"], total["clean_rounds"], total["violations"]) == (3, 2, 1)
-    assert total["faults"] == {"kill_holder": 1}
+    assert total["faults"] == {"kill-holder": 1}
     kept = json.loads(path.read_text())["parts"][0]["violations"][0]
     assert kept["broken"] == ["stall: for long"]
     assert any("VIOLATION stall" in line for line in kept["story"])
@@ -302,9 +311,9 @@ def test_a_descriptor_table_that_is_full_already_is_not_filled_again() -> None:
         faults.hosts = SimpleNamespace(  # type: ignore[assignment]
             controller=lambda: None, holder=lambda host: (process.pid,), mark_away=lambda host: None
         )
-        faults.up = lambda rng, planned: "a"  # type: ignore[method-assign]
+        faults.up = lambda fault: "a"  # type: ignore[method-assign]
         before = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
-        first, second = (faults.fill_descriptors(random.Random(0), None) for _ in range(2))  # type: ignore[arg-type]
+        first, second = (faults.fill_descriptors(random.Random(0), Fault(0.0, "fill-descriptors")) for _ in range(2))
         assert next(first) == "holder a"
         assert [*second] == []
         assert [*first] == []

@@ -28,6 +28,7 @@ from memstore.drills.run.suite_record import record
 from memstore.drills.sites.site import Site
 from memstore.errors import ConfigError, DrillError
 from memstore.testing import part_records
+from memstore.testing.faults.catalogue import KINDS
 
 NASTY = "<script>alert('x')</script> & \"quoted\""
 
@@ -224,3 +225,9 @@ def test_the_page_has_a_timeline_and_the_numbers_of_every_drill(monkeypatch: pyt
     classes = [value for name, value in read.attributes if name == "class"]
     assert [c for c in classes if c and c.startswith("phase ")] == [f"phase {SETUP}", f"phase {CHECK}"]
     assert classes.count("mark") == 3
+
+
+def test_every_drill_plays_one_kind_of_the_catalogue() -> None:
+    """Faults have one catalogue, and a drill stands at one kind of it."""
+    played = [name for kind in KINDS.values() for name in kind.drills.split()]
+    assert sorted(played) == sorted(DRILLS)

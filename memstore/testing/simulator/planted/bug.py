@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+from memstore.testing.faults.catalogue import Fault
 from memstore.testing.simulator.run.campaign import Outcome, play
-from memstore.testing.simulator.world.scenario import Fault, Scenario
+from memstore.testing.simulator.world.scenario import Scenario
 
 Plant = Callable[[], AbstractContextManager[Any]]
 SHORT_RUN_S = 12.0

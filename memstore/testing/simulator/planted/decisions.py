@@ -30,8 +30,8 @@ from memstore.core.wire.messages import SendOrder
 from memstore.core.wire.orders import Run, StageShard
 from memstore.core.wire.replies import Noted, Skipped
 from memstore.core.wire.reports import SliceWritten
+from memstore.testing.faults.catalogue import Fault
 from memstore.testing.simulator.planted.bug import BETWEEN_STEPS, planted, row
-from memstore.testing.simulator.world.scenario import Fault
 from placement.scatter import scattered
 from placement.topology import Host
 from recovery.inventory import ShardId, StepId

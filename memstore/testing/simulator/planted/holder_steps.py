@@ -15,9 +15,9 @@ from memstore.core.holder.puts import seal
 from memstore.core.holder.sessions import Sessions
 from memstore.core.holder.state import HolderState, SubmittedPut
 from memstore.core.wire.rank_messages import StepLevel
+from memstore.testing.faults.catalogue import Fault
 from memstore.testing.simulator.planted.bug import nothing, planted, row
 from memstore.testing.simulator.run.cluster import Cluster
-from memstore.testing.simulator.world.scenario import Fault
 
 SET_BACK = Fault(4.0, "step-clock", (1,), rank=2, for_s=0.3, count=2)  # by an hour
 LINKS_AT_ONCE = [Fault(2.0 + 0.9 * n + again, "break-link", rank=n % 3) for n in range(10) for again in (0.0, 0.3)]

@@ -13,9 +13,9 @@ from memstore.core.restore.rounds import Rounds
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.replies import ShardStaged
 from memstore.inplace.membership import Closing, Coming
+from memstore.testing.faults.catalogue import Fault
 from memstore.testing.simulator.host.rank_link import RankLink
 from memstore.testing.simulator.planted.bug import nothing, planted, row
-from memstore.testing.simulator.world.scenario import Fault
 
 LOST = tuple(Fault(4.0 + 2.0 * n, "kill-rank", rank=n) for n in range(4))
 ZOMBIE = Fault(5.0, "zombie-rank", rank=1, for_s=2.5)

@@ -18,8 +18,8 @@ from memstore.core.holder.reads import reader_pins
 from memstore.core.holder.state import HolderState
 from memstore.core.repair import repair
 from memstore.core.restore.followers import Followers
+from memstore.testing.faults.catalogue import Fault
 from memstore.testing.simulator.planted.bug import planted, row
-from memstore.testing.simulator.world.scenario import Fault
 from recovery.inventory import StepId
 
 PINNED = Fault(4.0, "pin-step")

@@ -17,9 +17,9 @@ from memstore.core.restore.staging import Staging
 from memstore.core.targets import shared_shards as core_shared_shards
 from memstore.core.targets.shared_shards import SharedShards
 from memstore.core.wire.replies import SharedShardPlace
+from memstore.testing.faults.catalogue import Fault
 from memstore.testing.simulator.host.virtual_io import VirtualIo
 from memstore.testing.simulator.planted.bug import planted, row
-from memstore.testing.simulator.world.scenario import Fault
 from recovery.inventory import ShardId
 
 DDP: dict[str, Any] = {"shards": 1}

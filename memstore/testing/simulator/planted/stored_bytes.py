@@ -17,8 +17,8 @@ from memstore.core.wire.peer_messages import Verified
 from memstore.core.wire.rank_messages import PutReady
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.peer.server import PeerServer
+from memstore.testing.faults.catalogue import Fault
 from memstore.testing.simulator.planted.bug import BETWEEN_STEPS, planted, row
-from memstore.testing.simulator.world.scenario import Fault
 
 CRASHES = tuple(Fault(2.0 + 1.7 * n, "crash-holder-at", (n % 3,), count=2 * n + 1) for n in range(6))
 

@@ -9,10 +9,10 @@ from unittest.mock import patch
 
 from memstore.core.holder import lost_files
 from memstore.core.holder.puts import seal
+from memstore.testing.faults.catalogue import Fault
 from memstore.testing.simulator.planted.bug import planted, row
 from memstore.testing.simulator.rank.rank import SimRank
 from memstore.testing.simulator.world.memory import Memory
-from memstore.testing.simulator.world.scenario import Fault
 
 REPLACED, REMOVED = Fault(4.0, "replace-arena", (1,)), Fault(4.0, "remove-files", (1,))
 

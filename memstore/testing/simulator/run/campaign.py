@@ -1,7 +1,7 @@
 """Campaigns: many seeds, played in processes and counted, with each failure shrunk to the faults that matter.
 
 A run that ends early has failed: a broken rule counts by its name, any other exception by its class. A shrunk scenario
-is its seed and a `Cut` of it, so that one command plays it again.
+is printed with the command that plays it again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from memstore.testing.faults.catalogue import Fault
 from memstore.testing.simulator.run.page import describe
 from memstore.testing.simulator.run.simulation import Simulation
 from memstore.testing.simulator.world.scenario import Scenario, draw
@@ -47,33 +48,6 @@ class Outcome:
     injected: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Cut:
-    """A part of a seed's faults: those that are kept (None: all), and shorter durations: (index, seconds)."""
-
-    keep: tuple[int, ...] | None = None
-    for_s: tuple[tuple[int, float], ...] = ()
-
-    def apply(self, scenario: Scenario) -> Scenario:
-        """Return the scenario with this cut."""
-        shorter = dict(self.for_s)
-        faults = tuple(
-            replace(fault, for_s=shorter.get(i, fault.for_s))
-            for i, fault in enumerate(scenario.faults)
-            if self.keep is None or i in self.keep
-        )
-        return replace(scenario, faults=faults)
-
-    def command(self, seed: int) -> str:
-        """Return the command that plays it again."""
-        words = [COMMAND, f"--seed {seed}"]
-        if self.keep is not None:
-            words.append("--keep " + (",".join(map(str, self.keep)) or "none"))
-        if self.for_s:
-            words.append("--shorten " + ",".join(f"{i}={s:g}" for i, s in self.for_s))
-        return " ".join(words)
-
-
 def play(scenario: Scenario) -> Outcome:
     """Run one scenario to its end or to its first failure; an exception becomes the outcome's rule."""
     simulation, rule, why = None, "", ""
@@ -94,54 +68,61 @@ def play(scenario: Scenario) -> Outcome:
     )  # fmt: skip
 
 
-def shrink(scenario: Scenario, rule: str, *, limit_s: float = SHRINK_S) -> tuple[Cut, Outcome]:
+def shrink(scenario: Scenario, rule: str, *, limit_s: float = SHRINK_S) -> tuple[Scenario, Outcome]:
     """Drop faults in halves and one by one, then shorten them, while the same rule still breaks.
 
     No run begins after `limit_s`, or after SHRINK_PLAYS_MAX runs.
 
     Returns:
-        The cut and the outcome of its run; if no fault could be dropped, those of the whole scenario.
+        The scenario with the faults that are left, and the outcome of its run.
     """
-    best: tuple[Cut, Outcome] | None = None
+    best: tuple[Scenario, Outcome] | None = None
     plays, until_s = 0, time.monotonic() + limit_s
 
-    def breaks(cut: Cut) -> bool:
+    def breaks(faults: list[Fault]) -> bool:
         nonlocal best, plays
         plays += 1
         if plays > SHRINK_PLAYS_MAX or time.monotonic() > until_s:
             return False
-        outcome = play(cut.apply(scenario))
+        fewer = replace(scenario, faults=tuple(faults))
+        outcome = play(fewer)
         if outcome.rule == rule:
-            best = (cut, outcome)
+            best = (fewer, outcome)
         return outcome.rule == rule
 
-    kept = list(range(len(scenario.faults)))
+    kept = list(scenario.faults)
     size = len(kept)
     while size:
         at = 0
         while at < len(kept):
             fewer = kept[:at] + kept[at + size :]
-            if breaks(Cut(tuple(fewer))):
+            if breaks(fewer):
                 kept = fewer
             else:
                 at += size
         size = size // 2 if size > 1 else 0
-    shorter: dict[int, float] = {}
-    for index in kept:
+    for index, fault in enumerate(kept):
         for for_s in SHORT_S:
-            tried = {**shorter, index: for_s}
-            if for_s < scenario.faults[index].for_s and breaks(Cut(tuple(kept), tuple(sorted(tried.items())))):
-                shorter = tried
+            tried = [*kept[:index], replace(fault, for_s=for_s), *kept[index + 1 :]]
+            if for_s < fault.for_s and breaks(tried):
+                kept = tried
                 break
-    return best if best is not None else (Cut(), play(scenario))
+    return best if best is not None else (scenario, play(scenario))
 
 
-def failure_text(outcome: Outcome, *, limit_s: float = SHRINK_S) -> str:
+def replay_command(scenario: Scenario) -> str:
+    """Return the command that plays a scenario again."""
+    if scenario == draw(scenario.seed):
+        return f"{COMMAND} --seed {scenario.seed}"
+    return f"{COMMAND} --scenario '{scenario.to_json()}'"
+
+
+def failure_text(scenario: Scenario, outcome: Outcome, *, limit_s: float = SHRINK_S) -> str:
     """Return a text for people: the shrunk scenario, what happened, the command that plays it again."""
-    cut, shrunk = shrink(draw(outcome.seed), outcome.rule, limit_s=limit_s)
+    shrunk, last = shrink(scenario, outcome.rule, limit_s=limit_s)
     return (
-        f"seed {outcome.seed} breaks {outcome.why}\nshrunk to:\n{shrunk.page}\nthen: {shrunk.why}\n\n"
-        f"replay: {cut.command(outcome.seed)}"
+        f"seed {outcome.seed} breaks {outcome.why}\nshrunk to:\n{last.page}\nthen: {last.why}\n\n"
+        f"replay: {replay_command(shrunk)}"
     )
 
 

@@ -1,48 +1,48 @@
-"""The corpus: every seed that ever failed, one line each. The tests play them for ever.
+"""The corpus: every scenario that ever failed, one line of JSON each. The tests play them for ever.
 
-    seed rule date commit why
-
-The commit is the one at which the seed failed. If a later commit draws another scenario for the number, the old one
-can still be played there.
+The commit is the one at which the scenario failed. What it draws is stored, not the seed: so `draw` may change.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
-DEFAULT = Path("tests/simulator/corpus.txt")
+from memstore.testing.simulator.world.scenario import Scenario
+
+DEFAULT = Path("tests/simulator/corpus.jsonl")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One seed that failed."""
+    """One scenario that failed."""
 
-    seed: int
     rule: str
     date: str
     commit: str
     why: str
+    scenario: Scenario
 
 
 def read(path: Path = DEFAULT) -> list[Row]:
     """Return the rows of a corpus file; raise ValueError with the number of a line that is no row."""
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip() or line.startswith("#"):
-            continue
-        words = line.split(None, 4)
-        if len(words) != 5 or not words[0].isdigit():
-            raise ValueError(f"{path.name}:{number}: not `seed rule date commit why`: {line[:80]!r}")
-        rows.append(Row(int(words[0]), *words[1:]))
+        try:
+            found = json.loads(line)
+            scenario = Scenario.from_json(json.dumps(found.pop("scenario")))
+            rows.append(Row(**found, scenario=scenario))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path.name}:{number} is no row of a corpus: {error}") from error
     return rows
 
 
 def record(row: Row, path: Path = DEFAULT) -> bool:
-    """Append a row unless its seed is there; return whether it was new."""
-    if path.exists() and any(known.seed == row.seed for known in read(path)):
+    """Append a row unless its scenario is there; return whether it was new."""
+    if path.exists() and any(known.scenario == row.scenario for known in read(path)):
         return False
+    found = {"rule": row.rule, "date": row.date, "commit": row.commit, "why": " ".join(row.why.split())[:160]}
     with path.open("a", encoding="utf-8") as file:
-        why = " ".join(row.why.split())[:160]
-        file.write(f"{row.seed} {row.rule} {row.date} {row.commit} {why}\n")
+        file.write(json.dumps({**found, "scenario": json.loads(row.scenario.to_json())}) + "\n")
     return True

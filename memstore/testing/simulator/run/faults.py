@@ -6,11 +6,11 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 
+from memstore.testing.faults.catalogue import KINDS, Fault, plays
 from memstore.testing.simulator.host.holder import SimHolder
 from memstore.testing.simulator.rank.rank import SimRank
 from memstore.testing.simulator.run import people, taken_files
 from memstore.testing.simulator.run.cluster import Cluster
-from memstore.testing.simulator.world.scenario import Fault
 
 STEPS_S = (2.0, 60.0, 3600.0, 86_400.0)
 LATE_S = 2.0  # at least so much later than the others a host comes back, where all were ended
@@ -20,28 +20,7 @@ AWAKE_S = 6.0  # for so long a process that was replaced goes on once it is awak
 LINK_AWAY_S = 0.2  # a process connects again at once, most often before its holder knows that the link broke
 Inject = Callable[[Cluster, Fault], None]
 INJECT: dict[str, Inject] = {}
-# Faults that a strict scenario does only while the store claims every copy, however short they are.
-NEEDS_QUIET = {
-    "kill-host",
-    "kill-rack",
-    "wear-rack",
-    "flap-host",
-    "flip-at-rest",
-    "rot-manifest",
-    "durable-torn",
-    "replace-arena",
-    "remove-files",
-}
-
-
-def fault(name: str) -> Callable[[Inject], Inject]:
-    """Register the function that does a kind of fault."""
-
-    def add(inject: Inject) -> Inject:
-        INJECT[name] = inject
-        return inject
-
-    return add
+fault = functools.partial(plays, table=INJECT)
 
 
 class Faults:
@@ -53,7 +32,7 @@ class Faults:
     def inject(self, each: Fault) -> None:
         """Do one fault, unless it would go beyond the promise of a strict scenario."""
         cluster, injected = self.cluster, self.cluster.checker.observed.injected
-        is_grave = each.kind in NEEDS_QUIET or (each.for_s > SHORT_S and each.kind not in people.KINDS)
+        is_grave = KINDS[each.kind].is_grave or (each.for_s > SHORT_S and each.kind not in people.KINDS)
         if cluster.scenario.is_strict and is_grave and not cluster.is_quiet():
             cluster.note(f"fault {each.kind} left out: the store is not whole now")
             return

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from memstore.testing.faults.catalogue import Fault
 from memstore.testing.simulator.rank.rank import SimRank
 from memstore.testing.simulator.run.cluster import Cluster
 from memstore.testing.simulator.world.processes import CallFailed
-from memstore.testing.simulator.world.scenario import Fault
 from memstore.testing.simulator.world.virtual_time import Endless, Thread
 from recovery.inventory import StepId
 

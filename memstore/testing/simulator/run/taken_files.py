@@ -9,8 +9,8 @@ from __future__ import annotations
 from memstore.core.holder import lost_files
 from memstore.core.holder.lost_files import FileLoss
 from memstore.errors import CapacityError
+from memstore.testing.faults.catalogue import Fault
 from memstore.testing.simulator.run.cluster import Cluster
-from memstore.testing.simulator.world.scenario import Fault
 
 LOOK_S = 0.3
 
