@@ -15,14 +15,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from memstore.core.cluster.text import age_text as age_text
 from memstore.core.cluster.text import plural as plural
+from memstore.core.cluster.text import size_text as size_text
 
 STORE_CONFIG = "memstore.config"  # where click's context keeps the Config that --store and --arena-dir make
 DATA_STREAM = "memstore.data-stream"  # where it keeps the process's stdout once sys.stdout is not for data any more
 GAP = 2  # spaces between columns
 PLAIN_COLUMNS = 1 << 16  # width of what goes to a file or a pipe: every row and every problem is one line
-_AGES = ((86_400, "d"), (3_600, "h"), (60, "min"))
-_SIZES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 class ExitCode(IntEnum):
@@ -109,24 +109,3 @@ def plain_table(*headers: str) -> PlainTable:
 def count_text(value: int | None) -> str:
     """Return "18,412", or "-" for None."""
     return "-" if value is None else f"{value:,}"
-
-
-def age_text(seconds: float | None) -> str:
-    """Return a duration with one unit: "2.1 s", "41 s", "11 min", "3 h", "3 d"."""
-    if seconds is None:
-        return "-"
-    for size, unit in _AGES:
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-
-
-def size_text(nbytes: int | float | None) -> str:
-    """Return a size in binary units: "112 GiB", "9.6 MiB", "512 B"."""
-    if nbytes is None:
-        return "-"
-    for size, unit in _SIZES:
-        if nbytes >= size:
-            value = nbytes / size
-            return f"{value:.1f} {unit}" if value < 100 else f"{value:.0f} {unit}"
-    return f"{nbytes:.0f} B"

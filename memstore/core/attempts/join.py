@@ -340,6 +340,11 @@ class Attempts:
         if is_replay:
             attempt.phase = "open"
             return
+        if attempt.recovery is not None:
+            self.out.note(
+                "replaced", job=fact.job, attempt=fact.attempt, generation=attempt.generation,
+                replaced=attempt.recovery.replaced,
+            )  # fmt: skip
         self.out.emit(AttemptBegun(fact.job, fact.attempt))
         self.fence_all(now, fact.job)
         gathering = self.gatherings.get(fact.job)
@@ -420,9 +425,17 @@ class Attempts:
         for job in self.state.jobs.values():
             for member in job.newest.members.values() if job.newest is not None else ():
                 if member.nonce == nonce:
-                    is_news = not member.is_gone
+                    if not member.is_gone:
+                        self._note_gone("rank_left" if has_left else "rank_dead", job, member)
                     member.end(self.state.now, has_closed=False)
-                    self.out.emit(RankGone(job, member, is_news, has_left))
+                    self.out.emit(RankGone(job, member))
+
+    def _note_gone(self, kind: str, job: Job, member: AttemptMember, **why: str) -> None:
+        """Note, once, that a rank has not closed its store: its process ended or left, or an exception ended it."""
+        self.out.note(
+            kind, job=job.name, attempt=job.newest_number, step=member.step, rank=member.rank, host=member.host_id,
+            pid=member.pid, **why,
+        )  # fmt: skip
 
     def forget(self, name: str) -> None:
         """Drop what ranks of a removed job wait for."""
@@ -444,12 +457,13 @@ class Attempts:
             return
         ranks, member = self.closes.setdefault(job.name, set()), attempt.members[rank]
         ranks.add(rank)
-        is_news = not member.is_gone
+        if call.request.error and not member.is_gone:
+            self._note_gone("rank_ended", job, member, why=call.request.error)
         member.end(self.state.now, has_closed=not call.request.error)
         if call.request.error:
             kind, colon, said = call.request.error.partition(": ")
             attempt.ended_by = attempt.ended_by or f"{kind} on rank {rank}{colon}{said}"
-            self.out.emit(RankGone(job, member, is_news, has_left=False, error=call.request.error))
+            self.out.emit(RankGone(job, member))
         if len(ranks) == attempt.world_size and attempt.phase != "closed":
             self.last_closes[job.name] = call
             self.journal.record(AttemptClosed(job.name, attempt.attempt_number, attempt.ended_by))

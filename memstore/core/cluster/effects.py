@@ -2,6 +2,7 @@
 
 send, answer, refuse, log --> actions, in order
 emit --> the reactions to what happened, at once (controller/reactions.py)
+note --> the store events that people and metrics see (report/event_kinds.py)
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ def _ignore(_happened: Happened) -> None:
     """Do nothing, as long as there is no machine."""
 
 
+def _forget(_kind: str, **_told: Any) -> None:
+    """Do nothing, as long as nobody records."""
+
+
 class Effects:
     """The actions of one event, collected while it is handled."""
 
@@ -31,6 +36,9 @@ class Effects:
         self.actions: list[Action] = []
         self.before_answer: Callable[[], None] = _nothing  # the journal's: a fact is on its way before its answer
         self.react: Callable[[Happened], None] = _ignore  # the machine's
+        #: Note a store event: its kind, `job`, `attempt`, `step`, `rank`, `host`, and what only its kind has; the
+        #: recorder's.
+        self.note: Callable[..., None] = _forget
 
     def send(self, host: str, order: Order) -> None:
         """Send an order to a holder."""

@@ -1,16 +1,14 @@
 """What happened inside the controller, for parts that stand above the one that did it. Plain data.
 
 A part calls those below it and emits an event for those above it. `controller/reactions.py` says what follows.
+What people read is no event of these: it is noted (`effects.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memstore.core.cluster.job import Attempt, AttemptMember, Job
-from memstore.core.cluster.reading import Round
-from memstore.core.wire.replies import RestoreReport
-from recovery.inventory import StepId
+from memstore.core.cluster.job import AttemptMember, Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,69 +53,6 @@ class RankGone:
 
     job: Job
     member: AttemptMember
-    is_news: bool  # False: it had closed its store, or is known to be dead
-    has_left: bool  # it lives, and left because another rank is lost
-    error: str = ""  # the exception that ended its training
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicasDiffer:
-    """Two ranks that name one shard put different bytes."""
-
-    job: Job
-    attempt: Attempt
-    step: int
-    ranks: tuple[int, int]
-    names: tuple[str, ...]
-    chunks_count: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicasAgree:
-    """Two ranks that differed put equal bytes again."""
-
-    job: Job
-    attempt: Attempt
-    step: int
-    ranks: tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class RoundReleased:
-    """A get() is over: every rank has the step."""
-
-    round: Round
-    step: StepId
-    report: RestoreReport
-
-
-@dataclass(frozen=True, slots=True)
-class RoundFailed:
-    """A get() ended with the same error on all ranks."""
-
-    round: Round
-    error: str
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class DurableWriteEnded:
-    """A step is on durable storage, or its write ended without that."""
-
-    job: str
-    step: StepId
-    outcome: str  # "": as asked; "failed" or "abandoned"
-    since_s: float
-    why: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class JobKept:
-    """A closed job's RAM was not freed: durable storage lacks its newest step."""
-
-    job: str
-    step: StepId
-    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +63,5 @@ class JobForgotten:
 
 
 Happened = (
-    CommitApplied | DrainChanged | PersistAsked | AttemptBegun | AttemptUnfenced | RankGone | ReplicasDiffer
-    | ReplicasAgree | RoundReleased | RoundFailed | DurableWriteEnded | JobKept | JobForgotten
+    CommitApplied | DrainChanged | PersistAsked | AttemptBegun | AttemptUnfenced | RankGone | JobForgotten
 )  # fmt: skip

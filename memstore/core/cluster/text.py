@@ -8,7 +8,10 @@ from memstore.core.cluster.job import Job
 from memstore.core.wire.status_rows import Cause, ReplacedRow
 
 HOSTS_MAX = 5  # hosts that a message names
+NAMED_MAX = 32  # hosts, or ranks, that an event names
 RANKS_MAX = 5  # replaced ranks that a message names
+_AGES = ((86_400, "d"), (3_600, "h"), (60, "min"))
+_SIZES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 CAUSES: Mapping[Cause, str] = {
     "ended": "its process ended",
     "frozen": "its process was frozen",
@@ -57,6 +60,32 @@ def plural(count: int, noun: str) -> str:
     if count == 1:
         return f"1 {noun}"
     return f"{count:,} {noun[:-1]}ies" if noun.endswith("y") else f"{count:,} {noun}s"
+
+
+def age_text(seconds: float | None) -> str:
+    """Return a duration with one unit: "2.1 s", "41 s", "11 min", "3 h", "3 d"."""
+    if seconds is None:
+        return "-"
+    for size, unit in _AGES:
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
+def size_text(nbytes: int | float | None) -> str:
+    """Return a size in binary units: "112 GiB", "9.6 MiB", "512 B"."""
+    if nbytes is None:
+        return "-"
+    for size, unit in _SIZES:
+        if nbytes >= size:
+            value = nbytes / size
+            return f"{value:.1f} {unit}" if value < 100 else f"{value:.0f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def fine_text(value_s: float) -> str:
+    """Return seconds as a person compares them: "0.0123 s", "0.21 s", "12 s", "3 min"."""
+    return f"{value_s:.4f} s" if value_s < 0.1 else f"{value_s:.2f} s" if value_s < 10 else age_text(value_s)
 
 
 def lost_text(count: int) -> str:

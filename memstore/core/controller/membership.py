@@ -31,7 +31,9 @@ class Membership:
         for change in changes:
             level = "info" if change.status == "live" else "warning"
             self.out.log(f"host {change.host_id} is {change.status}: {change.why}", level)
-            parts.recorder.host_changed(change)
+            kind = "host_joined" if change.why.startswith("joined") else f"host_{change.status}"
+            held = sum(_newest_held(job, change.host_id) for job in state.jobs.values())
+            self.out.note(kind, host=change.host_id, why=change.why, shards=held)
             if change.status == "dead":
                 self._died(change.host_id)
         moved = [change.host_id for change in changes if change.is_move]
@@ -94,3 +96,9 @@ class Membership:
         """Go on with work that waited for a suspected host: its placement has not changed (R18, R28)."""
         self.parts.repair.look_again(job)
         self.parts.steps.evaluate_all(job)
+
+
+def _newest_held(job: Job, host: str) -> int:
+    """Return the shards that the host holds of the newest committed step with copies."""
+    step = max((s for s in job.commits if s in job.copies), default=None)
+    return 0 if step is None else len(job.on_host.get(host, {}).get(step, ()))

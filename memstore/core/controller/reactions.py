@@ -45,7 +45,7 @@ def facts(p: Parts) -> Mapping[type[f.Fact], tuple[Fact, ...]]:
 
 def reactions(p: Parts, membership: Membership) -> Mapping[type[e.Happened], tuple[Reaction, ...]]:
     """Return which parts react to what happened."""
-    state, record = p.state, p.recorder
+    state = p.state
     forgetting = (
         p.attempts,
         p.room,
@@ -70,21 +70,11 @@ def reactions(p: Parts, membership: Membership) -> Mapping[type[e.Happened], tup
         e.PersistAsked: (lambda event: p.durable.consider(state.now, event.job),),
         e.DrainChanged: (lambda event: membership.recompute_all_placements(),),
         e.AttemptBegun: (
-            record.attempt_begun,
             lambda event: p.rounds.abort(
                 event.job, "FencedError", f"attempt {event.attempt} of job {event.job!r} was opened"
             ),
         ),
         e.AttemptUnfenced: (lambda event: p.rounds.attempt_open(state.now, event.job),),
-        e.RankGone: (
-            record.rank_gone,
-            lambda event: p.rounds.rank_gone(event.job, event.member.rank),
-        ),
-        e.ReplicasDiffer: (record.replicas_differ,),
-        e.ReplicasAgree: (record.replicas_agree,),
-        e.RoundReleased: (record.restored,),
-        e.RoundFailed: (record.restore_failed,),
-        e.DurableWriteEnded: (record.durable,),
-        e.JobKept: (record.not_expired,),
+        e.RankGone: (lambda event: p.rounds.rank_gone(event.job, event.member.rank),),
         e.JobForgotten: tuple(lambda event, part=part: part.forget(event.job) for part in forgetting),
     }

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from memstore.core.cluster import facts as f
 from memstore.core.cluster.job import AttemptMember, Job
+from memstore.core.cluster.text import NAMED_MAX
 from memstore.core.controller.membership import Membership
 from memstore.core.controller.parts import Parts
 from memstore.core.journal.records import Entry
@@ -76,7 +77,10 @@ class Takeover:
             return []
         self.is_settled = True
         self._rebuild()
-        parts.recorder.settled()
+        self.out.note(
+            "term", term=parts.term, hosts=hosts.live_ids()[:NAMED_MAX], jobs=len(state.jobs),
+            seconds={"settling": state.now - state.started_s},
+        )  # fmt: skip
         early, self.early = self.early, []
         return early
 

@@ -17,7 +17,6 @@ import math
 
 from memstore.core.capacity.retention import Retention
 from memstore.core.cluster.effects import Effects
-from memstore.core.cluster.events import DurableWriteEnded
 from memstore.core.cluster.failures import mtbf_s
 from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState
@@ -148,7 +147,12 @@ class DurableOrders:
 
     def _report_retired(self, job: Job, write: Write) -> None:
         why = f"it was retired: {job.retired[write.step]}"
-        self.out.emit(DurableWriteEnded(job.name, write.step, "abandoned", write.since_s, why))
+        self._note("durable_abandoned", job, write, why=why)
+
+    def _note(self, kind: str, job: Job, write: Write, **why: str) -> None:
+        """Note that a durable write ended as asked, failed or was abandoned (R31)."""
+        took_s, step = self.state.now - write.since_s, write.step
+        self.out.note(kind, job=job.name, attempt=step.attempt, step=step.step, seconds={"write": took_s}, **why)
 
     def _remove(self, job: Job, place: DurablePlace, step: StepId, *, only_unmarked: bool) -> bool:
         """Have what storage holds of a step removed; False if no host is there."""
@@ -209,13 +213,13 @@ class DurableOrders:
         """Give the write up, which is no problem by itself: it may have made way for another one."""
         if state.active is not None:
             state.stuck = state.active.stuck()
-            self.out.emit(DurableWriteEnded(job.name, state.active.step, "abandoned", state.active.since_s, why))
+            self._note("durable_abandoned", job, state.active, why=why)
         self._stop(job, state)
 
     def _fail(self, job: Job, state: DurableState, write: Write, why: str) -> None:
         self._stop(job, state)
         state.problem, state.failed_s = why, self.state.now
-        self.out.emit(DurableWriteEnded(job.name, write.step, "failed", write.since_s, why))
+        self._note("durable_failed", job, write, why=why)
         state.failures_count += 1
 
     def _stop(self, job: Job, state: DurableState) -> None:
@@ -282,7 +286,7 @@ class DurableOrders:
         state.changed[step], state.lacks = self.states.calls_count, ""
         state.last_done_s = state.seen_s[step] = now
         state.write_s, state.key = now - write.since_s, write.key
-        self.out.emit(DurableWriteEnded(job.name, step, "", write.since_s))
+        self._note("durable", job, write)
         self.steps.send_durable(job, step)
         spans = job.spans(attempt.attempt_number)
         keys = {s: marker.key for s, marker in job.markers.items() if in_lineage(spans, s)}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from memstore.core.attempts.join import Attempts
 from memstore.core.cluster.effects import Effects
-from memstore.core.cluster.events import JobForgotten, JobKept
+from memstore.core.cluster.events import JobForgotten
 from memstore.core.cluster.facts import Fact, JobRemoved, StepCommitted, StepPinned, StepRetired
 from memstore.core.cluster.job import Call, Job
 from memstore.core.cluster.state import ClusterState
@@ -66,9 +66,7 @@ class JobRemoval:
         self.checking.discard(job.name)
         if unread or lacks:
             self.kept_s[job.name] = self.state.now
-            why = f"step {step.step}: {unread or lacks}"
-            self.out.log(f"job {job.name!r}: closed and over, and its RAM is kept: {why}", "warning")
-            self.out.emit(JobKept(job.name, step, unread or lacks))
+            self.out.note("not_expired", job=job.name, attempt=step.attempt, step=step.step, why=unread or lacks)
         elif self._is_over(job) and job.newest_committed == step:
             self.out.log(f"job {job.name}: closed for its job_ttl_s and found durable: its room in RAM is freed")
             self.remove(job)

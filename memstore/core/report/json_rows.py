@@ -1,4 +1,4 @@
-"""What `memstore status --json`, `ls --json` and `events --json` print of the answers. Pure."""
+"""What `memstore status --json` and `ls --json` print of the answers. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from memstore.core.wire.codec import fields_of
 from memstore.core.wire.replies import Status
-from memstore.core.wire.status_rows import EventRow, HostRow, JobRow
+from memstore.core.wire.status_rows import HostRow, JobRow
 
 
 def status_fields(status: Status) -> dict[str, Any]:
@@ -25,10 +25,3 @@ def job_fields(row: JobRow) -> dict[str, Any]:
     """Return plain values of a job, those of its newest attempt among them; none of those if it has no attempt."""
     fields = fields_of(row)
     return {**fields, **(fields.pop("newest") or {})}
-
-
-def event_fields(row: EventRow) -> dict[str, Any]:
-    """Return plain values of an event; what its kind lacks is left out."""
-    fields = fields_of(row)
-    own = fields.pop("fields")
-    return {**{name: value for name, value in fields.items() if value not in (None, "")}, **own}

@@ -1,7 +1,8 @@
-"""The numbers of a store for Prometheus, each derived from a status or a store event. Pure.
+"""The numbers of a store for Prometheus, each one row: its name, what it says, and how it follows. Pure.
 
-Ray exports them with `ray_` before the name; `memstore/grafana/` draws and watches them. The tag of a job is
-`job_name`: in Prometheus `job` is the scrape's own label. Every metric also has the tag `store`.
+A gauge follows from a status or a heartbeat, a counter of a holder from two heartbeats, a counter or histogram of the
+controller from store events. Ray exports them with `ray_` before the name; `memstore/grafana/` draws and watches them.
+The tag of a job is `job_name`: in Prometheus `job` is the scrape's own label. Every metric also has the tag `store`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from memstore.core.report.event_ring import StoreEvent
 from memstore.core.wire.replies import Status
-from memstore.core.wire.status_rows import AttemptStatus, HostStats
+from memstore.core.wire.status_rows import AttemptStatus, EventRow, HostStats
 
 JOB, HOST = ("job_name",), ("host",)
 STALL_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -43,80 +43,208 @@ class Sample:
     tags: tuple[str, ...] = ()  # values, in the order of the metric's tags
 
 
-Row = tuple[str, tuple[str, ...], str]  # name, tags, description
-_GAUGES: tuple[Row, ...] = (
+Fields = Mapping[str, Any]
+Count = float | Mapping[str, float] | None
+"""What an event adds: a number, one for each value of the metric's last tag, or nothing."""
+
+# -- gauges: name, text, value --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class JobNow:
+    """What gauges of a job follow from."""
+
+    newest: AttemptStatus
+    serving_s: float
+
+    @property
+    def is_running(self) -> bool:
+        return self.newest.phase != "closed"
+
+    @property
+    def has_ranks(self) -> bool:
+        training = self.newest.training
+        return training is not None and training.ended.count < self.newest.world_size
+
+    @property
+    def step(self) -> int:
+        return -1 if self.newest.committed_step is None else self.newest.committed_step
+
+    @property
+    def lag_steps(self) -> int:
+        """Steps that durable storage is behind."""
+        newest = self.newest
+        is_asked = newest.durable is not None and newest.committed_step is not None
+        return max(0, self.step - (-1 if newest.durable_step is None else newest.durable_step)) if is_asked else 0
+
+    @property
+    def lag_s(self) -> float:
+        return self.serving_s if self.newest.durable_s is None else self.newest.durable_s
+
+
+_STORE: tuple[tuple[str, tuple[str, ...], str], ...] = (  # each has a line in `status_gauges`
     ("controller_term", (), "Term of the controller that serves; absent while none does."),
     ("hosts", ("state",), "Hosts by state: live, suspect, dead, draining."),
     ("problems", ("kind", "severity"), "Rows of `memstore status` about what is wrong, by kind and severity."),
     ("events_unwritten", (), "Events that the log or the counters missed since the controller started."),
-    ("job_running", JOB, "1 while an attempt of the job is open and not all of its processes have ended."),
+)
+_JOB: tuple[tuple[str, str, Callable[[JobNow], float]], ...] = (
+    (
+        "job_running",
+        "1 while an attempt of the job is open and not all of its processes have ended.",
+        lambda job: float(job.is_running and job.has_ranks),
+    ),
     (
         "training_stopped_seconds",
-        JOB,
         "For how long a job that is not closed has not trained, or committed; 0: it does.",
+        lambda job: job.newest.training.stopped_s if job.newest.training is not None else 0.0,
     ),
-    ("job_generation", JOB, "Generation of recovery in place that runs; 0: an ordinary launch."),
-    ("committed_step", JOB, "Newest committed step of the lineage."),
-    ("commit_age_seconds", JOB, "Age of the newest commit of a running job: what a death of all ranks would cost."),
-    ("commit_age_steps", JOB, "Steps put after the newest commit of a running job."),
-    ("shards_below_replicas", JOB, "Shards of the newest commit with fewer whole copies than asked."),
-    ("degraded_seconds", JOB, "How long the newest commit has had too few or too near copies."),
-    ("durable_lag_steps", JOB, "Steps that the newest durable step is behind the newest commit."),
-    ("durable_lag_seconds", JOB, "Since the last durable write (or the controller's start) while it is behind."),
-)
-_COUNTERS: tuple[Row, ...] = (
-    ("put_bytes_total", JOB, "Bytes of steps that all ranks had put."),
-    ("commits_total", (*JOB, "degraded"), "Steps committed, by whether with fewer or nearer copies than asked."),
-    ("skips_total", JOB, "Times that all ranks gave steps up because one had no room or failed."),
-    ("unchanged_puts_total", JOB, "Times that ranks began to put the same bytes again, by rank."),
-    ("replicas_differ_total", JOB, "Times that two ranks of one shard began to put different bytes."),
-    ("superseded_total", JOB, "Steps that a newer commit overtook."),
-    ("restores_total", (*JOB, "verdict"), "Restores by verdict: local, peer, mixed, durable, none, failed."),
-    ("restored_bytes_total", (*JOB, "tier"), "Bytes restored, by the tier they came from."),
-    ("steps_lost_total", JOB, "Steps known to be trained that restores went back behind: at least so many."),
     (
-        "replaced_ranks_total",
-        (*JOB, "cause"),
-        "Ranks replaced in place: ended, frozen, silent, unwatched, absent, ray.",
+        "job_generation",
+        "Generation of recovery in place that runs; 0: an ordinary launch.",
+        lambda job: job.newest.generation,
     ),
-    ("recovery_phase_seconds_total", (*JOB, "phase"), "Seconds of recoveries in place, by phase."),
-    ("repaired_copies_total", JOB, "Copies that repair made."),
-    ("repaired_bytes_total", JOB, "Bytes of the copies that repair made."),
-    ("durable_writes_total", (*JOB, "outcome"), "Durable writes by outcome: written, failed, abandoned."),
-    ("host_deaths_total", HOST, "Deaths of holders, or of their hosts."),
+    ("committed_step", "Newest committed step of the lineage.", lambda job: job.step),
+    (
+        "commit_age_seconds",
+        "Age of the newest commit of a running job: what a death of all ranks would cost.",
+        lambda job: (job.newest.committed_s or 0.0) if job.is_running else 0.0,
+    ),
+    (
+        "commit_age_steps",
+        "Steps put after the newest commit of a running job.",
+        lambda job: max(0, job.newest.training_step - job.step) if job.is_running else 0,
+    ),
+    (
+        "shards_below_replicas",
+        "Shards of the newest commit with fewer whole copies than asked.",
+        lambda job: job.newest.short_shards,
+    ),
+    (
+        "degraded_seconds",
+        "How long the newest commit has had too few or too near copies.",
+        lambda job: job.newest.short_s or 0.0,
+    ),
+    ("durable_lag_steps", "Steps that the newest durable step is behind the newest commit.", lambda job: job.lag_steps),
+    (
+        "durable_lag_seconds",
+        "Since the last durable write (or the controller's start) while it is behind.",
+        lambda job: job.lag_s if job.lag_steps else 0.0,
+    ),
 )
-_DURATIONS: tuple[tuple[str, tuple[float, ...], str], ...] = (
-    ("time_to_commit_seconds", COMMIT_S, "From the first rank's put to the commit."),
-    ("time_to_redundant_seconds", COMMIT_S, "From the first rank's put to all copies asked for."),
-    ("restore_seconds", RESTORE_S, "From the first rank's get to the release of all ranks."),
-    ("recovery_seconds", RECOVERY_S, "From the loss of a rank to the first commit after its replacement in place."),
+_ARENA: tuple[tuple[str, str, Callable[[HostStats], int]], ...] = (
+    ("arena_used_bytes", "Arena bytes in use.", lambda stats: stats.used_bytes),
+    ("arena_reserved_bytes", "Arena bytes that jobs have reserved.", lambda stats: stats.reserved_bytes),
+    ("arena_claimed_bytes", "Arena bytes that are allocated and pre-faulted.", lambda stats: stats.claimed_bytes),
+    ("arena_limit_bytes", "Arena bytes allowed.", lambda stats: stats.limit_bytes),
 )
-_ARENA: tuple[Row, ...] = (
-    ("arena_used_bytes", HOST, "Arena bytes in use."),
-    ("arena_reserved_bytes", HOST, "Arena bytes that jobs have reserved."),
-    ("arena_claimed_bytes", HOST, "Arena bytes that are allocated and pre-faulted."),
-    ("arena_limit_bytes", HOST, "Arena bytes allowed."),
+_GROWTH: tuple[tuple[str, str, Callable[[HostStats], int]], ...] = (
+    ("scrub_findings_total", "Damaged slots found in the arena, and manifests beside it.", lambda stats: stats.scrub),
+    (
+        "link_damage_total",
+        "Chunks or frames that arrived damaged.",
+        lambda stats: stats.digest_errors + stats.broken_frames,
+    ),
+    ("received_bytes_total", "Bytes of copies that peers pushed to the host.", lambda stats: stats.received_bytes),
+    (
+        "spilled_bytes_total",
+        "Bytes of copies that were held for too long and sent beside collectives.",
+        lambda stats: stats.spilled_bytes,
+    ),
 )
-_DAMAGE: tuple[Row, ...] = (
-    ("scrub_findings_total", HOST, "Damaged slots found in the arena, and manifests beside it."),
-    ("link_damage_total", HOST, "Chunks or frames that arrived damaged."),
-    ("received_bytes_total", HOST, "Bytes of copies that peers pushed to the host."),
-    ("spilled_bytes_total", HOST, "Bytes of copies that were held for too long and sent beside collectives."),
-)
-_STALL = Metric(
-    "memstore_put_stall_seconds", "histogram", "holder", "How long puts blocked their ranks.", (*JOB, *HOST), STALL_S
-)
+
+# -- what happened: name, tags, text, what each kind of event adds --------------------------------
+
+
+def _one(_fields: Fields) -> Count:
+    return 1
+
+
+def _took(phase: str) -> Callable[[Fields], Count]:
+    return lambda e: e["seconds"].get(phase)
+
+
+def _in_all(e: Fields) -> Count:
+    """Return the seconds of all phases; a restore of nothing has none."""
+    return sum(e["seconds"].values()) if "seconds" in e else None
+
+
+_EVENTS: tuple[tuple[str, tuple[str, ...], str, Mapping[str, Callable[[Fields], Count]]], ...] = (
+    ("put_bytes_total", JOB, "Bytes of steps that all ranks had put.", {"put": lambda e: e["nbytes"]}),
+    (
+        "commits_total", (*JOB, "degraded"), "Steps committed, by whether with fewer or nearer copies than asked.",
+        {"commit": lambda e: {"yes" if e["degraded"] else "no": 1}},
+    ),
+    ("skips_total", JOB, "Times that all ranks gave steps up because one had no room or failed.", {"skip": _one}),
+    (
+        "unchanged_puts_total", JOB, "Times that ranks began to put the same bytes again, by rank.",
+        {"unchanged": lambda e: e["count"]},
+    ),
+    (
+        "replicas_differ_total", JOB, "Times that two ranks of one shard began to put different bytes.",
+        {"replicas_differ": _one},
+    ),
+    ("superseded_total", JOB, "Steps that a newer commit overtook.", {"superseded": _one}),
+    (
+        "restores_total", (*JOB, "verdict"), "Restores by verdict: local, peer, mixed, durable, none, failed.",
+        {"restore": lambda e: {e["verdict"]: 1}, "restore_failed": lambda e: {"failed": 1}},
+    ),
+    (
+        "restored_bytes_total", (*JOB, "tier"), "Bytes restored, by the tier they came from.",
+        {"restore": lambda e: e.get("bytes")},
+    ),
+    (
+        "steps_lost_total", JOB, "Steps known to be trained that restores went back behind: at least so many.",
+        {"restore": lambda e: e["steps_lost"] if e.get("adopted") else None},
+    ),
+    (
+        "replaced_ranks_total", (*JOB, "cause"),
+        "Ranks replaced in place: ended, frozen, silent, unwatched, absent, ray.",
+        {"replaced": lambda e: Counter(row["cause"] for row in e["replaced"])},
+    ),
+    (
+        "recovery_phase_seconds_total", (*JOB, "phase"), "Seconds of recoveries in place, by phase.",
+        {"recovered": lambda e: e["seconds"]},
+    ),
+    ("repaired_copies_total", JOB, "Copies that repair made.", {"repaired": lambda e: e["shards"]}),
+    ("repaired_bytes_total", JOB, "Bytes of the copies that repair made.", {"repaired": lambda e: e["nbytes"]}),
+    (
+        "durable_writes_total", (*JOB, "outcome"), "Durable writes by outcome: written, failed, abandoned.",
+        {
+            "durable": lambda e: {"written": 1}, "durable_failed": lambda e: {"failed": 1},
+            "durable_abandoned": lambda e: {"abandoned": 1},
+        },
+    ),
+    ("host_deaths_total", HOST, "Deaths of holders, or of their hosts.", {"host_dead": _one}),
+    ("time_to_commit_seconds", JOB, "From the first rank's put to the commit.", {"commit": _took("committed")}),
+    (
+        "time_to_redundant_seconds", JOB, "From the first rank's put to all copies asked for.",
+        {"commit": _took("redundant"), "redundant": _took("redundant")},
+    ),
+    ("restore_seconds", JOB, "From the first rank's get to the release of all ranks.", {"restore": _in_all}),
+    (
+        "recovery_seconds", JOB, "From the loss of a rank to the first commit after its replacement in place.",
+        {"recovered": _in_all},
+    ),
+    (  # of a put that was skipped; others come with the seal, from the holder
+        "put_stall_seconds", (*JOB, *HOST), "How long puts blocked their ranks.", {"skip": lambda e: e.get("stall_s")},
+    ),
+)  # fmt: skip
+_BUCKETS = {
+    "time_to_commit_seconds": COMMIT_S, "time_to_redundant_seconds": COMMIT_S, "restore_seconds": RESTORE_S,
+    "recovery_seconds": RECOVERY_S, "put_stall_seconds": STALL_S,
+}  # fmt: skip
 
 
 def _table() -> Iterator[Metric]:
-    for rows, kind, source in (
-        (_GAUGES, "gauge", "controller"), (_COUNTERS, "counter", "controller"), (_ARENA, "gauge", "holder"),
-        (_DAMAGE, "counter", "holder"),
-    ):  # fmt: skip
-        yield from (Metric(f"memstore_{name}", kind, source, text, tags) for name, tags, text in rows)
-    for name, buckets, text in _DURATIONS:
-        yield Metric(f"memstore_{name}", "histogram", "controller", text, JOB, buckets)
-    yield _STALL
+    yield from (Metric(f"memstore_{name}", "gauge", "controller", text, tags) for name, tags, text in _STORE)
+    yield from (Metric(f"memstore_{name}", "gauge", "controller", text, JOB) for name, text, _ in _JOB)
+    yield from (Metric(f"memstore_{name}", "gauge", "holder", text, HOST) for name, text, _ in _ARENA)
+    yield from (Metric(f"memstore_{name}", "counter", "holder", text, HOST) for name, text, _ in _GROWTH)
+    for name, tags, text, _ in _EVENTS:
+        kind = "histogram" if name in _BUCKETS else "counter"
+        source = "holder" if tags == (*JOB, *HOST) else "controller"
+        yield Metric(f"memstore_{name}", kind, source, text, tags, _BUCKETS.get(name, ()))
 
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _table()}
@@ -126,9 +254,6 @@ def exported_names(metric: Metric) -> tuple[str, ...]:
     """Return the names under which Prometheus knows a metric."""
     name = f"ray_{metric.name}"
     return tuple(f"{name}{end}" for end in ("_bucket", "_sum", "_count")) if metric.kind == "histogram" else (name,)
-
-
-# -- gauges ---------------------------------------------------------------------------------------
 
 
 def status_gauges(status: Status, unwritten_count: int) -> list[Sample]:
@@ -142,130 +267,32 @@ def status_gauges(status: Status, unwritten_count: int) -> list[Sample]:
     samples += [Sample("memstore_problems", count, about) for about, count in rows.items()]
     samples.append(Sample("memstore_controller_term", status.term))
     samples.append(Sample("memstore_events_unwritten", unwritten_count))
-    for job in status.jobs:
-        if job.newest is not None:
-            gauges = _job_gauges(job.newest, status.serving_s)
-            samples += [Sample(f"memstore_{name}", value, (job.job,)) for name, value in gauges.items()]
+    for row in status.jobs:
+        if row.newest is not None:
+            job = JobNow(row.newest, status.serving_s)
+            samples += [Sample(f"memstore_{name}", value(job), (row.job,)) for name, _, value in _JOB]
     return samples
-
-
-def _job_gauges(newest: AttemptStatus, serving_s: float) -> dict[str, float]:
-    step, durable_step = newest.committed_step, newest.durable_step
-    is_running = newest.phase != "closed"
-    is_behind = newest.durable is not None and step is not None and (durable_step is None or durable_step < step)
-    lag_s = newest.durable_s if newest.durable_s is not None else serving_s
-    newest_step = -1 if step is None else step
-    training = newest.training
-    has_ranks = training is not None and training.ended.count < newest.world_size
-    return {
-        "job_running": float(is_running and has_ranks),
-        "training_stopped_seconds": training.stopped_s if training is not None else 0.0,
-        "job_generation": newest.generation,
-        "committed_step": newest_step,
-        "commit_age_seconds": newest.committed_s if is_running and newest.committed_s is not None else 0.0,
-        "commit_age_steps": max(0, newest.training_step - newest_step) if is_running else 0,
-        "shards_below_replicas": newest.short_shards,
-        "degraded_seconds": newest.short_s or 0.0,
-        "durable_lag_steps": newest_step - (-1 if durable_step is None else durable_step) if is_behind else 0,
-        "durable_lag_seconds": lag_s if is_behind else 0.0,
-    }
 
 
 def holder_gauges(host: str, stats: HostStats) -> list[Sample]:
     """Return where the gauges of one holder stand, from what its heartbeat carries."""
-    return [
-        Sample("memstore_arena_used_bytes", stats.used_bytes, (host,)),
-        Sample("memstore_arena_reserved_bytes", stats.reserved_bytes, (host,)),
-        Sample("memstore_arena_claimed_bytes", stats.claimed_bytes, (host,)),
-        Sample("memstore_arena_limit_bytes", stats.limit_bytes, (host,)),
-    ]
+    return [Sample(f"memstore_{name}", value(stats), (host,)) for name, _, value in _ARENA]
 
 
 def holder_growth(host: str, before: HostStats | None, stats: HostStats) -> list[Sample]:
     """Return the increments of one holder's counters between two heartbeats; None: since it began."""
-    then, now = _counters(before) if before is not None else {}, _counters(stats)
-    grown = {name: value - then.get(name, 0) for name, value in now.items()}
-    return [Sample(name, value, (host,)) for name, value in grown.items() if value > 0]
+    grown = {name: value(stats) - (value(before) if before is not None else 0) for name, _, value in _GROWTH}
+    return [Sample(f"memstore_{name}", value, (host,)) for name, value in grown.items() if value > 0]
 
 
-def _counters(stats: HostStats) -> dict[str, int]:
-    return {
-        "memstore_scrub_findings_total": stats.scrub,
-        "memstore_link_damage_total": stats.digest_errors + stats.broken_frames,
-        "memstore_received_bytes_total": stats.received_bytes,
-        "memstore_spilled_bytes_total": stats.spilled_bytes,
-    }
-
-
-# -- what happened --------------------------------------------------------------------------------
-
-
-def counted(event: StoreEvent) -> list[Sample]:
+def counted(event: EventRow) -> list[Sample]:
     """Return an event's values for the controller's counters and histograms."""
-    count = _COUNTED.get(event.kind)
-    return [] if count is None else [sample for sample in count(event, event.fields) if sample is not None]
-
-
-def _one(name: str, h: StoreEvent, *more: str, value: float = 1) -> Sample | None:
-    return Sample(f"memstore_{name}", value, (h.job, *more)) if value > 0 else None
-
-
-def _took(name: str, h: StoreEvent, phase: str) -> Sample | None:
-    return _one(name, h, value=h.fields["seconds"][phase]) if phase in h.fields["seconds"] else None
-
-
-def _commit(h: StoreEvent, fields: Mapping[str, Any]) -> list[Sample | None]:
-    return [
-        _one("commits_total", h, "yes" if fields["degraded"] else "no"),
-        _took("time_to_commit_seconds", h, "committed"),
-        _took("time_to_redundant_seconds", h, "redundant"),
-    ]
-
-
-def _restore(h: StoreEvent, fields: Mapping[str, Any]) -> list[Sample | None]:
-    samples = [_one("restores_total", h, fields["verdict"])]
-    if fields["verdict"] != "none":
-        samples += [_one("restored_bytes_total", h, tier, value=count) for tier, count in fields["bytes"].items()]
-        samples.append(_one("steps_lost_total", h, value=fields["steps_lost"] if fields["adopted"] else 0))
-        samples.append(_one("restore_seconds", h, value=sum(fields["seconds"].values())))
+    samples = []
+    for name, tags, _, kinds in _EVENTS:
+        found = kinds[event.event](event.fields) if event.event in kinds else None
+        about = tuple(event.host if tag == "host" else event.job for tag in tags if tag in (*JOB, *HOST))
+        by_tag = found.items() if isinstance(found, Mapping) else [(None, found)]
+        for tag, value in by_tag:
+            if value is not None and value > 0:
+                samples.append(Sample(f"memstore_{name}", value, (*about, tag) if tag is not None else about))
     return samples
-
-
-def _replaced(h: StoreEvent, fields: Mapping[str, Any]) -> list[Sample | None]:
-    causes = Counter(row["cause"] for row in fields["replaced"])
-    return [_one("replaced_ranks_total", h, cause, value=count) for cause, count in causes.items()]
-
-
-def _recovered(h: StoreEvent, fields: Mapping[str, Any]) -> list[Sample | None]:
-    phases = [_one("recovery_phase_seconds_total", h, phase, value=s) for phase, s in fields["seconds"].items()]
-    return [_one("recovery_seconds", h, value=sum(fields["seconds"].values())), *phases]
-
-
-def _skip(h: StoreEvent, fields: Mapping[str, Any]) -> list[Sample | None]:
-    samples = [_one("skips_total", h)]
-    if fields.get("stall_s"):  # a put that was skipped has no seal that could carry how long it blocked
-        samples.append(Sample("memstore_put_stall_seconds", fields["stall_s"], (h.job, h.host)))
-    return samples
-
-
-_COUNTED: dict[str, Callable[[StoreEvent, Mapping[str, Any]], list[Sample | None]]] = {
-    "put": lambda h, f: [_one("put_bytes_total", h, value=f["nbytes"])],
-    "commit": _commit,
-    "redundant": lambda h, f: [_took("time_to_redundant_seconds", h, "redundant")],
-    "skip": _skip,
-    "unchanged": lambda h, f: [_one("unchanged_puts_total", h, value=f["count"])],
-    "replicas_differ": lambda h, f: [_one("replicas_differ_total", h)],
-    "superseded": lambda h, f: [_one("superseded_total", h)],
-    "restore": _restore,
-    "replaced": _replaced,
-    "recovered": _recovered,
-    "restore_failed": lambda h, f: [_one("restores_total", h, "failed")],
-    "repaired": lambda h, f: [
-        _one("repaired_copies_total", h, value=f["shards"]),
-        _one("repaired_bytes_total", h, value=f["nbytes"]),
-    ],
-    "durable": lambda h, f: [_one("durable_writes_total", h, "written")],
-    "durable_failed": lambda h, f: [_one("durable_writes_total", h, "failed")],
-    "durable_abandoned": lambda h, f: [_one("durable_writes_total", h, "abandoned")],
-    "host_dead": lambda h, f: [Sample("memstore_host_deaths_total", 1, (h.host,))],
-}

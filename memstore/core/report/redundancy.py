@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from msgspec import structs, to_builtins
+from msgspec import structs
 
 from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import ClusterState
@@ -79,7 +79,7 @@ class RedundancyMonitor:
             if host not in self.drained or rows != self.drained[host]:
                 self.drained[host] = rows
                 short, durable = remains.short[:ROWS_MAX], remains.durable[:ROWS_MAX]
-                self._add("drained", host=host, short=to_builtins(short), durable=to_builtins(durable))
+                self._add("drained", host=host, short=short, durable=durable)
 
     # -- repair ---------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class RedundancyMonitor:
 
     def _end(self, name: str) -> None:
         done = self.open_repairs.pop(name)
-        took_s = round(self.state.now - done.since_s, 6)
+        took_s = self.state.now - done.since_s
         self._add(
             "repaired", job=name, shards=done.shards, nbytes=done.nbytes, missing=self._missing(name),
             seconds={"repair": took_s},
@@ -129,5 +129,5 @@ class RedundancyMonitor:
         elif job.name in self.short_s and not is_short:
             since_s = self.short_s.pop(job.name)
             ended = {} if commit is None else {"attempt": commit.attempt, "step": commit.step}
-            took_s = round(self.state.now - since_s, 6)
+            took_s = self.state.now - since_s
             self._add("whole", job=job.name, **ended, seconds={"degraded": took_s})

@@ -15,7 +15,6 @@ from dataclasses import replace
 
 from memstore.core.cluster.collective import attempt_of, job_removed
 from memstore.core.cluster.effects import Effects
-from memstore.core.cluster.events import RoundFailed
 from memstore.core.cluster.facts import JobBranched, RestoreDecided, RestoreReleased, StepRetired
 from memstore.core.cluster.job import Attempt, Call, Job, Restore
 from memstore.core.cluster.reading import Round
@@ -462,7 +461,10 @@ class Rounds:
         self.state.rounds.pop(active.job, None)
         self._let_go(active)
         if is_end:
-            self.out.emit(RoundFailed(active, name, message))
+            self.out.note(
+                "restore_failed", job=active.job, attempt=active.attempt, error=name, why=message, phase=active.phase,
+                seconds={"waited": self.state.now - active.since_s},
+            )  # fmt: skip
         if active.is_loading:
             self.state.jobs[active.job].attempts[active.attempt].failed_load = (active.number, message)
         active.waiting.refuse_all(self.out, name, message)

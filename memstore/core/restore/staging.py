@@ -15,9 +15,8 @@ from typing import Any
 
 from memstore.core.capacity.reservations import Reservations
 from memstore.core.cluster.effects import Effects
-from memstore.core.cluster.events import RoundReleased
 from memstore.core.cluster.facts import JobBranched, RestoreReleased, StepCommitted
-from memstore.core.cluster.job import Call
+from memstore.core.cluster.job import Attempt, Call
 from memstore.core.cluster.reading import Round
 from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.paths import place_of
@@ -206,10 +205,24 @@ class Staging:
         for member in attempt.members.values():
             member.last_active_s = now
         if active.report is not None:
-            self.out.emit(RoundReleased(active, _planned(active)[1], active.report))
+            self._note(now, active, attempt, active.report)
         if active.is_adopting and not active.is_agreement:
             self.room.grow(job, attempt)
         self.repair.consider(now, self.state.jobs[active.source])
+
+    def _note(self, now: float, active: Round, attempt: Attempt, report: RestoreReport) -> None:
+        """Note a restored step: every rank has it (R23)."""
+        step = _planned(active)[1]
+        if attempt.recovery is not None and active.is_adopting:
+            attempt.recovery.end_phase("rebuild", active.planned_s)
+            attempt.recovery.end_phase("get", now)
+        self.out.note(
+            "restore", job=active.job, attempt=active.attempt, step=step.step, verdict=report.verdict,
+            of_attempt=step.attempt, of_job=active.source, ranks=len(active.calls), adopted=active.is_adopting,
+            bytes=report.bytes, steps_lost=report.steps_lost, seconds=report.seconds, why=report.why,
+            not_used=[f"step {row.step} (attempt {row.attempt}): {row.reason}" for row in report.rejected],
+            notes=report.notes,
+        )  # fmt: skip
 
     def _report(self, now: float, active: Round) -> RestoreReport:
         job, (result, step) = self.state.jobs[active.job], _planned(active)

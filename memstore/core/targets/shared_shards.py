@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from memstore.core.cluster.effects import Effects
-from memstore.core.cluster.events import ReplicasAgree, ReplicasDiffer
 from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.state import ClusterState
@@ -173,14 +172,18 @@ class SharedShards:
         ):
             return
         known, step = self.differing.setdefault(job.name, {}), request.step
+        place = {
+            "job": job.name, "attempt": attempt.attempt_number, "step": step, "rank": ranks[0], "ranks": list(ranks),
+        }  # fmt: skip
         if not request.chunks:
             if known.pop(ranks, None) is not None:
-                self.out.emit(ReplicasAgree(job, attempt, step, ranks))
+                self.out.note("replicas_agree", **place)
             return
         names = tuple(name[:NAME_CHARS_MAX] for name in request.names[:NAMED_MAX])
         if ranks not in known:
             known[ranks] = Differing(ranks, attempt.attempt_number, step, self.state.now, names)
-            self.out.emit(ReplicasDiffer(job, attempt, step, ranks, names, request.chunks))
+            shard = attempt.shard_of[ranks[0]] if attempt.shard_of else 0
+            self.out.note("replicas_differ", **place, names=names, chunks=request.chunks, shard=shard)
 
     def differing_rows(self, job: Job, attempt: Attempt) -> list[DifferingRow]:
         """Return the ranks of an attempt that name one shard and put different bytes."""

@@ -14,8 +14,9 @@ import queue
 import threading
 from collections.abc import Callable
 
-from memstore.core.report.event_ring import ROUTINE, RecentEvents, StoreEvent
-from memstore.core.report.json_rows import event_fields
+from memstore.core.report.event_kinds import ROUTINE, event_fields, level_of
+from memstore.core.report.event_ring import RecentEvents
+from memstore.core.wire.status_rows import EventRow
 
 log = logging.getLogger("memstore.events")
 WAITING_MAX = 4096
@@ -29,10 +30,10 @@ class EventLog:
         self.path = os.environ.get("MEMSTORE_EVENTS", "") if path is None else path
         self.dropped_count = 0  # came too fast for the writer
         self.failed_count = 0  # could not be written
-        self.counters: list[Callable[[StoreEvent], None]] = []  # each gets every event that was not dropped
+        self.counters: list[Callable[[EventRow], None]] = []  # each gets every event that was not dropped
         self._seen_seq = 0
         self._problem = ""
-        self._waiting: queue.Queue[StoreEvent | None] = queue.Queue(WAITING_MAX)
+        self._waiting: queue.Queue[EventRow | None] = queue.Queue(WAITING_MAX)
         self._thread = threading.Thread(target=self._run, name="memstore-events", daemon=True)
         self._thread.start()
 
@@ -65,11 +66,11 @@ class EventLog:
                 except Exception as exc:
                     self._complain(exc)
 
-    def _write(self, event: StoreEvent) -> None:
-        level = logging.DEBUG if event.kind in ROUTINE else logging.INFO
+    def _write(self, event: EventRow) -> None:
+        level = logging.DEBUG if level_of(event.event) == ROUTINE else logging.INFO
         if not self.path and not log.isEnabledFor(level):
             return
-        line = json.dumps(event_fields(event.row()), ensure_ascii=False, default=str)
+        line = json.dumps(event_fields(event), ensure_ascii=False, default=str)
         log.log(level, "%s", line)
         if self.path:
             with open(self.path, "a", encoding="utf-8") as file:

@@ -12,8 +12,8 @@ from typing import Any
 
 from ray.util import metrics as ray_metrics
 
-from memstore.core.report.event_ring import StoreEvent
 from memstore.core.report.metrics import METRICS, Metric, Sample, counted, holder_gauges, holder_growth, status_gauges
+from memstore.core.wire.status_rows import EventRow
 from memstore.shell.controller.controller import Controller
 from memstore.shell.holder.holder import Holder
 
@@ -67,7 +67,7 @@ def feed_from_controller(controller: Controller, stopping: threading.Event) -> N
     """Begin to export the controller's metrics, until `stopping`."""
     instruments = Instruments(controller.config.store)
 
-    def count(event: StoreEvent) -> None:
+    def count(event: EventRow) -> None:
         instruments.record(counted(event))
 
     def stand() -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from memstore.config import Config
-from memstore.core.report.json_rows import event_fields, host_fields, status_fields
+from memstore.core.report.event_kinds import event_fields
+from memstore.core.report.json_rows import host_fields, status_fields
 from memstore.core.wire.calls import AskEvents, AskStatus
 from memstore.core.wire.codec import Request
 from memstore.errors import MemstoreError

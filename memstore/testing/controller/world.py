@@ -18,7 +18,8 @@ from memstore.config import Config
 from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import Rules
 from memstore.core.controller.machine import ControllerMachine
-from memstore.core.report.json_rows import event_fields, status_fields
+from memstore.core.report.event_kinds import event_fields
+from memstore.core.report.json_rows import status_fields
 from memstore.core.wire.codec import encode
 from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.messages import (

@@ -103,7 +103,7 @@ def test_a_forgotten_job_is_dropped_and_a_get_says_so() -> None:
     world.run(20.0)
     assert "train" not in world.served.jobs
     assert not any(holder.copies for holder in world.holders.values())
-    dropped = [x for x in world.served.parts.recorder.recent_events.since(0) if x.kind == "dropped"]
+    dropped = [x for x in world.served.parts.recorder.recent_events.since(0) if x.event == "dropped"]
     assert [x.job for x in dropped] == ["train"]
     [said] = [text for text in world.notes if "are dropped from RAM" in text]
     assert "step 4 is the newest committed" in said

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from msgspec.structs import replace
 
-from memstore.core.report.event_ring import KINDS, StoreEvent
 from memstore.core.report.metrics import (
     METRICS,
     Sample,
@@ -145,15 +143,3 @@ def test_the_table_of_metrics_keeps_prometheus_conventions() -> None:
         len(metric.buckets) + 3 if metric.buckets else 1 for metric in METRICS.values() if "host" not in metric.tags
     ]
     assert sum(series) <= SERIES_OF_A_JOB + 20
-
-
-@pytest.mark.parametrize("kind", sorted(KINDS))
-def test_an_event_without_numbers_counts_nothing_by_itself(kind: str) -> None:
-    """Only kinds that have their numbers are read: the others may look as they like."""
-    numbered = {
-        "put", "commit", "redundant", "skip", "superseded", "restore", "restore_failed", "repaired", "durable",
-        "durable_failed", "durable_abandoned", "host_dead", "unchanged", "replicas_differ", "replaced",
-        "recovered",
-    }  # fmt: skip
-    if kind not in numbered:
-        assert counted(StoreEvent(1, kind, 0.0, job="a")) == []

@@ -162,12 +162,12 @@ def test_what_differs_is_reported_once_until_it_is_equal_again() -> None:
     for step in (5, 6):
         world.call(ranks[0], "report_differing", **report, step=step)
     world.run(1.0)
-    happened = [h for h in world.served.parts.recorder.recent_events.since(0) if h.kind.startswith("replicas_")]
-    assert [(h.kind, h.step, h.fields["names"]) for h in happened] == [("replicas_differ", 5, ["model.weight"])]
+    happened = [h for h in world.served.parts.recorder.recent_events.since(0) if h.event.startswith("replicas_")]
+    assert [(h.event, h.step, h.fields["names"]) for h in happened] == [("replicas_differ", 5, ["model.weight"])]
     status = world.status()["jobs"][0]["replicas_differ"]
     assert [(row["ranks"], row["step"], row["names"]) for row in status] == [([0, 1], 5, ["model.weight"])]
     world.call(ranks[0], "report_differing", **{**report, "step": 7, "chunks": 0, "names": []})
     world.run(1.0)
-    happened = [h for h in world.served.parts.recorder.recent_events.since(0) if h.kind.startswith("replicas_")]
-    assert [h.kind for h in happened] == ["replicas_differ", "replicas_agree"]
+    happened = [h for h in world.served.parts.recorder.recent_events.since(0) if h.event.startswith("replicas_")]
+    assert [h.event for h in happened] == ["replicas_differ", "replicas_agree"]
     assert not world.status()["jobs"][0]["replicas_differ"]
