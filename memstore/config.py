@@ -28,9 +28,8 @@ SUSPECT_MAX_S, HEARTBEAT_MAX_S = 3.0, 0.5  # a controller's lease and what `stat
 STREAMS = 4  # one connection fills no fast network; each is a thread and a descriptor per peer at both ends
 SHOWN_CHARS_MAX = 160  # of a value in an error: it may come from a peer
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_COMMAND = re.compile(  # that is about one store; with nothing that names it yet
-    r"\bmemstore (?:up|down|status|events|ls|pin|unpin|persist|rm|plan|verify|drain|metrics|export|import)\b"
-    r"(?! --store| --arena-dir)"
+_COMMAND = re.compile(  # a command in a text but for verbs that are about no store; with nothing that names one yet
+    r"`memstore (?!(?:stores|rehearse|completion|demo|drill)\b)[a-z]+\b(?! --store| --arena-dir)"
 )
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?\s*", re.IGNORECASE)
 _UNITS = {"": 1, "b": 1, "k": KIB, "m": MIB, "g": GIB, "t": GIB * KIB}

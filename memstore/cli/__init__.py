@@ -2,7 +2,7 @@
 
 Every verb: data on stdout, words on stderr, `--json` for one JSON document, of an error too. Exit codes are the
 contract of `output.ExitCode`. Nothing here imports torch or ray; the verbs do, when they run, so that `--help` is
-instant.
+instant. Each file lists its `VERBS`; here are those that are about no store (`config.py` names them, too).
 Read `status.py` next.
 """
 
@@ -13,23 +13,11 @@ import traceback
 from typing import Any
 
 import click
+from click.shell_completion import get_completion_class
 
-from memstore.cli.completion import completion
-from memstore.cli.drain import drain
-from memstore.cli.events import events
-from memstore.cli.exchange import export, import_
-from memstore.cli.history import persist, pin, unpin
-from memstore.cli.jobs import rm
-from memstore.cli.lifecycle import down, up
-from memstore.cli.metrics import metrics
-from memstore.cli.options import is_debug, is_json
+from memstore.cli import events, exchange, jobs, lifecycle, metrics, plan, status, timeline, verify
+from memstore.cli.options import is_debug, is_json, json_option
 from memstore.cli.output import ExitCode, for_this_store, print_json, say
-from memstore.cli.plan import plan
-from memstore.cli.rehearse import rehearse
-from memstore.cli.status import status
-from memstore.cli.stores import stores
-from memstore.cli.timeline import ls
-from memstore.cli.verify import verify
 from memstore.distribution import installed_version
 from memstore.errors import MemstoreError
 
@@ -113,26 +101,44 @@ def _passed_on(name: str, module: str, short_help: str, extra: str) -> click.Com
     return run
 
 
-for _verb in (
-    up,
-    down,
-    status,
-    stores,
-    events,
-    ls,
-    pin,
-    unpin,
-    persist,
-    rm,
-    plan,
-    verify,
-    drain,
-    metrics,
-    export,
-    import_,
-    rehearse,
-    completion,
-):
+@click.command(short_help="Ask whether a fresh process would take the state that your code builds.")
+@click.argument("target", metavar="FILE.py:FUNCTION")
+@click.option("--steps", default=2, show_default=True, help="Steps to train before the state is taken.")
+@click.option("--timeout-s", default=600.0, show_default=True, help="Seconds for each of the two processes.")
+@json_option
+@click.pass_context
+def rehearse(ctx: click.Context, target: str, steps: int, timeout_s: float, as_json: bool) -> None:
+    """Build the training state twice in fresh processes, and take it from one into the other.
+
+    FUNCTION returns the state as it is given to put(), or the state and a function that trains one step and returns
+    the loss. Every value that would not come back is named by its path; the losses of the next step are compared bit
+    for bit. Exits with 0 if all is equal, else with 1.
+    """
+    from memstore.client.rehearsal import rehearse_alone
+
+    found = rehearse_alone(target, steps, timeout_s)
+    if as_json:
+        print_json({**vars(found), "is_equal": found.is_equal})
+    else:
+        click.echo(str(found))
+    ctx.exit(ExitCode.FINE if found.is_equal else ExitCode.ERROR)
+
+
+@click.command(short_help="The script that completes verbs and options in a shell.")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the completion script of SHELL: `eval "$(memstore completion bash)"` in its start file."""
+    made = get_completion_class(shell)
+    if made is None:
+        raise click.UsageError(f"the installed click completes nothing in {shell}")
+    click.echo(made(ctx.find_root().command, {}, "memstore", "_MEMSTORE_COMPLETE").source())
+
+
+for _module in (lifecycle, status, events, timeline, jobs, plan, verify, metrics, exchange):
+    for _verb in _module.VERBS:
+        main.add_command(_verb)
+for _verb in (rehearse, completion):
     main.add_command(_verb)
 main.add_command(
     _passed_on(

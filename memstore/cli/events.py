@@ -105,3 +105,6 @@ def line(row: EventRow) -> str:
     """Return "11-22 12:03:09.120  llama3-8b  step 41 committed ..."."""
     clock = time.strftime("%m-%d %H:%M:%S", time.localtime(row.wall_s)) + f".{int(row.wall_s % 1 * 1000):03d}"
     return f"{clock}  {row.job or row.host or 'store':<12} {event_text(row)}"
+
+
+VERBS = (events,)

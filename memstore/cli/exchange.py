@@ -106,3 +106,6 @@ def import_(
         if made["degraded"]:
             say(f"degraded: {made['degraded']}")
     ctx.exit(ExitCode.DEGRADED if made["degraded"] else ExitCode.FINE)
+
+
+VERBS = (export, import_)

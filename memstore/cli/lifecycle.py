@@ -1,4 +1,4 @@
-"""`memstore up` and `memstore down`: the store on a Ray cluster, and its leftovers on this machine (R3, R5)."""
+"""`memstore up`, `down`, `stores` and `drain`: stores that begin and end, and hosts that leave them (R3, R5)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,20 @@ from typing import Any
 
 import click
 
-from memstore.cli.options import Seconds, Where, config_or_usage, join_ray_for_verb, store_options
-from memstore.cli.output import ExitCode, data_console, plain_table, plural, print_json, say, size_text
+from memstore.cli.options import (
+    Seconds,
+    Where,
+    address_option,
+    check_host,
+    config_or_usage,
+    join_ray_for_verb,
+    store_options,
+)
+from memstore.cli.output import ExitCode, count_text, data_console, plain_table, plural, print_json, say, size_text
 from memstore.config import Config
+from memstore.core.report.json_rows import host_fields
+from memstore.core.report.problems import drain_text
+from memstore.core.wire.calls import DrainHost
 from memstore.core.wire.replies import Status
 from memstore.core.wire.status_rows import HostRow
 from memstore.errors import ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
@@ -275,3 +286,88 @@ def _leftovers(config: Config, hosts: tuple[str, ...], *, discard: bool, as_json
     if discard and any(row["is_live"] for row in rows):
         say("arenas of running holders were left alone: `memstore down --discard` stops the store and frees them")
         raise click.exceptions.Exit(ExitCode.ERROR)
+
+
+# -- drain, stores -----------------------------------------------------------------------------
+
+
+@click.command(short_help="Give notice of a host's end, and wait until the store can do without it.")
+@click.argument("host")
+@click.option("--within", "within_s", default=120.0, show_default=True, metavar="SECONDS", help="Until it is gone.")
+@click.option("--cancel", is_flag=True, help="It stays: take the notice back.")
+@address_option
+@store_options
+@click.pass_context
+def drain(
+    ctx: click.Context, config: Config, address: str | None, host: str, within_s: float, cancel: bool, as_json: bool
+) -> None:
+    """Copy what HOST holds to hosts that stay, and wait for it; for preemption notices and maintenance.
+
+    Nothing is stopped: its ranks go on putting. Where too few hosts stay for all copies, a job with durable= has its
+    kept steps written there at once. Exit code 0 once every kept step has all its copies on hosts that stay, or is
+    durable; 4 if the time ran out first, or at once if neither can be. Nodes that Ray drains are noticed without this
+    command.
+    """
+    where = Where(config, address)
+    host = check_host(where.status(), host)
+    if not 0 < within_s < float("inf"):
+        raise click.UsageError(f"--within {within_s:g}: the notice must leave some time, in seconds")
+    until_s = time.monotonic() + within_s
+    where.ask(DrainHost(host=host, within_s=None if cancel else within_s))
+    row = _await_copies(where, host, is_draining=not cancel, until_s=until_s)
+    if row.status == "dead":
+        say(f"host {host} died before its copies were known to be elsewhere: `memstore status` says what is left")
+        ctx.exit(ExitCode.DEGRADED)
+    remains = drain_text(row.drain_short, row.drain_durable)
+    if as_json:
+        fields = host_fields(row)
+        keys = ("left", "short", "durable")
+        print_json({"host": host, "drains_s": row.drains_s, **{key: fields[f"drain_{key}"] for key in keys}})
+    elif cancel:
+        say(f"host {host} stays")
+    elif row.drain_may_come:
+        say(f"host {host} must not go yet, after {within_s:g} s: {remains}")
+    elif row.drain_short:
+        say(f"host {host} must not go: {remains}; add a host, or give the job durable=")
+    else:
+        say(f"host {host} can go: {remains}")
+    ctx.exit(ExitCode.DEGRADED if row.drain_short else ExitCode.FINE)
+
+
+def _await_copies(where: Where, host: str, *, is_draining: bool, until_s: float) -> HostRow:
+    """Return the host's status row once the notice is replicated and no more copies can come, or at the timeout."""
+    while True:
+        row = next(row for row in where.status().hosts if row.host == host)
+        is_known = (row.drains_s is not None) == is_draining
+        if row.status == "dead" or (is_known and not row.drain_may_come) or time.monotonic() > until_s:
+            return row
+        time.sleep(POLL_S)
+
+
+@click.command(short_help="This user's stores on this machine, live or left over.")
+@store_options
+def stores(config: Config, as_json: bool) -> None:
+    """List this user's stores on this machine, with the jobs and newest committed steps of live ones.
+
+    What a left-over one holds shows once `memstore up` has adopted it. --store is not used: all are listed.
+    """
+    from memstore.admin.stores import stores_here
+
+    found = stores_here(config)
+    if as_json:
+        print_json({"stores": [store.to_dict() for store in found]})
+        return
+    if not found:
+        say(f"no store of this user lies under {config.arena_dir}")
+        return
+    table = plain_table("STORE", "STATE", "HOSTS", ">BYTES", "JOBS (newest committed step)")
+    for store in found:
+        jobs = ", ".join(f"{job} ({count_text(step)})" for job, step in store.jobs.items()) or "-"
+        if not store.is_live:
+            jobs = config.with_fields({"store": store.store}).commands("not known until `memstore up` adopts it")
+        state = "live" if store.is_live else "left over"
+        table.add_row(store.store, state, ", ".join(store.hosts), size_text(store.nbytes), jobs)
+    data_console().print(table)
+
+
+VERBS = (up, down, stores, drain)

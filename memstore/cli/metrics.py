@@ -71,3 +71,6 @@ def _print_values(where: Where, *, as_json: bool) -> None:
         tags = ", ".join(f"{name}={value}" for name, value in values["tags"].items())
         table.add_row(values["metric"], tags, f"{values['value']:,.10g}")
     data_console().print(table)
+
+
+VERBS = (metrics,)

@@ -182,3 +182,6 @@ def _show(plan: Plan) -> None:
         console.print(table)
     for odds in plan.odds:
         console.print(f"  now, losing {odds_text(odds.lost, odds.chance, is_exact=odds.is_exact)} every shard in RAM")
+
+
+VERBS = (plan,)

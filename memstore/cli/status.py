@@ -305,3 +305,6 @@ def problem_line(row: ProblemRow) -> str:
     """Return one "!" line: about what, cause, time, remedy."""
     since = f" ({age_text(row.since_s)} ago)" if row.since_s is not None else ""
     return f"! {row.about}: {row.cause}{since}." + (f"  Remedy: {row.remedy}" if row.remedy else "")
+
+
+VERBS = (status,)

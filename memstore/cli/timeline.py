@@ -169,3 +169,6 @@ def step_text(step: StepRow) -> str:
     words += [f"pinned {', '.join(step.pins)}"] if step.pins else []
     words += [] if step.in_lineage else ["not in the lineage"]
     return ", ".join(words)
+
+
+VERBS = (ls,)

@@ -104,3 +104,6 @@ def damage_text(found: HostVerified) -> str:
     kinds = ["chunks"] if found.damaged else []
     kinds += ["manifests"] if found.damaged_manifests else []
     return f"damaged {' and '.join(kinds)} taken out" if kinds else ""
+
+
+VERBS = (verify,)

@@ -176,7 +176,7 @@ class PutPreparation:
             self._link.forget_call(self._answer)
             raise PeerTimeout(
                 f"reserve of job {self._link.job!r} was not answered within {self._timeout_s:g} s: is the controller "
-                f"running? ({self._link.commands('memstore status')})",
+                f"running? ({self._link.commands('`memstore status`')})",
                 operation="reserve", waited_s=self._timeout_s, limit_s=self._timeout_s,
             )  # fmt: skip
 
@@ -211,7 +211,7 @@ class PutPreparation:
                 raise PeerTimeout(
                     f"job {self._link.job!r} rank {self._link.rank}: {self._held_count()} of {self.slots_count} "
                     f"slots were leased within {self._timeout_s:g} s: older steps are in their place, or the holder of "
-                    f"this host does not answer ({self._link.commands('memstore status')})",
+                    f"this host does not answer ({self._link.commands('`memstore status`')})",
                     operation="prepare", waited_s=self._timeout_s, limit_s=self._timeout_s,
                 )  # fmt: skip
             self._ready_s = time.monotonic() - self._began_s

@@ -24,9 +24,8 @@ class Desk:
     def __init__(self, patch: pytest.MonkeyPatch, world: ControllerWorld, rank: FakeRank) -> None:
         self.world, self.rank = world, rank
         patch.setattr(Where, "ask", lambda where, request, limit_s=ASK_S: self.ask(request, limit_s))
-        patch.setattr(
-            import_module("memstore.cli.drain"), "time", SimpleNamespace(monotonic=lambda: world.now, sleep=world.run)
-        )
+        clock = SimpleNamespace(monotonic=lambda: world.now, sleep=world.run)
+        patch.setattr(import_module("memstore.cli.lifecycle"), "time", clock)
 
     def ask(self, request: RankCall, limit_s: float) -> Any:
         """As `Where.ask`, in the world's time."""

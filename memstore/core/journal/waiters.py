@@ -18,7 +18,7 @@ from memstore.core.cluster.collective import job_removed
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import Fact, JobRemoved
 from memstore.core.cluster.job import Call
-from memstore.core.wire.replies import ControllerReply
+from memstore.core.wire.replies import Reply
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class Waiting:
 
     fact: Fact
     call: Call[Any]
-    reply: ControllerReply
+    reply: Reply
     is_done_by_removal: bool  # the end of its job is as good as the fact
 
 
@@ -38,7 +38,7 @@ class Waiters:
         self.out = out
         self._waiting: list[Waiting] = []
 
-    def add(self, fact: Fact, call: Call[Any], reply: ControllerReply, *, is_done_by_removal: bool = False) -> None:
+    def add(self, fact: Fact, call: Call[Any], reply: Reply, *, is_done_by_removal: bool = False) -> None:
         """Answer a call once a fact that was recorded is true.
 
         Args:

@@ -288,7 +288,7 @@ def _copies_remedy(newest: AttemptStatus, hosts: list[HostRow]) -> str:
     if newest.is_level_finer:
         return f"it recovers when hosts in another {newest.level_asked} are back"
     if newest.refusals:
-        return "make room where it was refused (memstore rm, a larger arena_bytes); repair tries again by itself"
+        return "make room where it was refused (`memstore rm`, a larger arena_bytes); repair tries again by itself"
     return "none needed: repair begins by itself"
 
 

@@ -314,31 +314,8 @@ class DrainNoted(Message, frozen=True, tag="drain_noted"):
     until_s: float | None
 
 
-PassedReply = (
-    Noted
-    | Joined
-    | Skipped
-    | RollCalled
-    | NoRollCall
-    | NothingStored
-    | StepAgreed
-    | GetAgain
-    | Status
-    | StepList
-    | Events
-    | Plan
-    | VerifyResult
-    | LastCopies
-    | PinNoted
-    | StepAwaited
-    | StepLeased
-    | Persisted
-    | Removed
-    | DrainNoted
-)
-ControllerReply = PassedReply | ShardStaged | ChunksStaged
-
-Reply = ControllerReply | ShardPlaced
+Reply = Message
+"""Any of these: a call's class says which may answer it."""
 
 READS = frozenset({"get", "read_step", "read_ranges"})
 """Tags of the requests whose reply gets the place of the bytes from the holder."""

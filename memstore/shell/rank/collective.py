@@ -98,7 +98,7 @@ def loaded_with_all(link: HolderLink, request: ShardLoaded, limit_s: float) -> b
         link.forget_call(future)
         raise PeerTimeout(
             f"get of job {request.job!r}: this rank has loaded, and after {limit_s:g} s get() still waits for "
-            f"the others: {roll.words or 'no word of them'} ({link.commands('memstore status')}); raise timeout_s",
+            f"the others: {roll.words or 'no word of them'} ({link.commands('`memstore status`')}); raise timeout_s",
             operation="get", limit_s=limit_s,
         )  # fmt: skip
     return not isinstance(answer_of(future), GetAgain)
@@ -119,7 +119,7 @@ def ask_with_all(link: HolderLink, request: Join | Rewind, *, limit_s: float) ->
         link.forget_call(future)
         raise PeerTimeout(
             f"{roll.name} job {request.job!r} was not answered within {roll.waited_s:.0f} s: {roll.words} "
-            f"({link.commands('memstore status')})",
+            f"({link.commands('`memstore status`')})",
             operation=tag_of(request), waited_s=roll.waited_s, limit_s=limit_s,
         )  # fmt: skip
     joined: Joined = answer_of(future)

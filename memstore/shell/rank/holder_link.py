@@ -344,7 +344,7 @@ class HolderLink(LeasedSlots):
             self.forget_call(future)
             raise PeerTimeout(
                 f"{what} was not answered within {timeout_s:g} s: is the controller running? "
-                f"({self.commands('memstore status')})",
+                f"({self.commands('`memstore status`')})",
                 operation=what.partition(" ")[0], waited_s=timeout_s, limit_s=timeout_s,
             ) from None  # fmt: skip
 

@@ -212,7 +212,7 @@ class ShardRead:
             if not is_there:
                 raise PeerTimeout(
                     f"read of job {self._request.job!r} was not answered within {self._timeout_s:g} s: is the "
-                    f"controller running? ({self.link.commands('memstore status')}) If it is, raise timeout_s",
+                    f"controller running? ({self.link.commands('`memstore status`')}) If it is, raise timeout_s",
                     operation="read", waited_s=self._timeout_s, limit_s=self._timeout_s,
                 )  # fmt: skip
         return answer_of(self._future)

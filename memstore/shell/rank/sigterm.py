@@ -202,7 +202,7 @@ class SigtermWatch:
                 problem = "" if written.is_durable else f"step {written.step}: {written.problem}"
             except FutureTimeout:
                 link.forget_call(answer)
-                problem = f"no answer: is the controller running? ({link.commands('memstore status')})"
+                problem = f"no answer: is the controller running? ({link.commands('`memstore status`')})"
             except MemstoreError as exc:
                 problem = str(exc)
             took_s = time.monotonic() - began_s

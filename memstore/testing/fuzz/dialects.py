@@ -51,10 +51,7 @@ def declared(module: ModuleType) -> Iterator[type[msgspec.Struct]]:
 
 def decoders() -> dict[str, codec.Decoder[Any]]:
     """Return what decodes the bodies of each direction, and of the replies to each request, by name."""
-    found: dict[str, codec.Decoder[Any]] = {
-        "calls in messages": codec.Decoder(calls.RankCall),
-        "replies in messages": codec.Decoder(replies.ControllerReply),
-    }
+    found: dict[str, codec.Decoder[Any]] = {"calls in messages": codec.Decoder(calls.RankCall)}
     for module in MODULES:
         for name, each in vars(module).items():
             if isinstance(each, codec.Decoder):

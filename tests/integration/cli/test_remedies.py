@@ -177,11 +177,13 @@ def test_errors_and_problems_of_the_library_name_the_store(tmp_path: Path, monke
 def test_a_printed_command_names_its_store(tmp_path: Path) -> None:
     """Run without --store it would stop or clear the store "default"."""
     assert Config().commands("run `memstore down`") == "run `memstore down`"
-    assert OTHER.commands("`memstore down --discard` or memstore up --arena-bytes SIZE") == (
+    assert OTHER.commands("`memstore down --discard` or `memstore up --arena-bytes SIZE`") == (
         "`memstore down --store two --arena-dir '/mnt/a b' --discard` or "
-        "memstore up --store two --arena-dir '/mnt/a b' --arena-bytes SIZE"
+        "`memstore up --store two --arena-dir '/mnt/a b' --arena-bytes SIZE`"
     )
-    once = OTHER.commands("`memstore rm j`; `memstore stores` lists all, a memstore commit is no command")
+    once = OTHER.commands(
+        "`memstore rm j`; `memstore stores` lists all, memstore commits, and `memstore drill` is about none"
+    )
     assert OTHER.commands(once) == once
     shown = CliRunner().invoke(main, ["down", "--leftovers", "--store", "two", "--arena-dir", str(tmp_path)])
     assert "left nothing" in shown.stderr
