@@ -34,12 +34,9 @@ from memstore.core.wire.orders import (
     DropJob,
     Fence,
     FreeCopies,
-    JournalAppend,
-    JournalKeep,
-    JournalPage,
-    JournalReplace,
     PushTargets,
     Reserve,
+    WriteJournal,
 )
 from memstore.core.wire.reports import (
     FactsWritten,
@@ -140,10 +137,10 @@ class Fleet:
         """Obey an order; return the report that answers it, if there is one."""
         host, order = self.hosts[action.host_id], action.order
         match order:
-            case JournalPage() | JournalAppend() | JournalReplace() | JournalKeep():
+            case WriteJournal():
                 if host.number == 0 and (whole := whole_order(self.pages, order)) is not None:
                     self.journal = journal_after(self.journal, whole)
-                return None if isinstance(order, JournalPage) else FactsWritten(seq=order.seq)
+                return None if order.has_more else FactsWritten(seq=order.seq)
             case Fence():
                 return Fenced(job=JOB, attempt=order.attempt, copies=tuple(host.copies.values()))
             case Reserve():

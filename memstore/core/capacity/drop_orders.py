@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.state import ClusterState
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.orders import DropNumber, FreeCopies
+from memstore.core.wire.orders import FreeCopies, TermNumber
 from memstore.core.wire.reports import Freed
 from recovery.inventory import ShardId, StepId
 
@@ -32,7 +32,7 @@ class Drops:
         ordered = self._ordered.setdefault(host, {})
         for shard in shards:
             ordered.setdefault(shard, set()).add(self._given_count)
-        number = DropNumber(self.term, self._given_count)
+        number = TermNumber(self.term, self._given_count)
         self.out.send(host, FreeCopies(shards=tuple(map(WireShard.of, shards)), number=number))
 
     def freed(self, host: str, report: Freed) -> None:

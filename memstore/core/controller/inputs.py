@@ -16,6 +16,7 @@ from memstore.core.controller.queries import Queries
 from memstore.core.controller.takeover import Takeover
 from memstore.core.wire import reports
 from memstore.core.wire.calls import (
+    Called,
     CloseStore,
     Get,
     ReserveRoom,
@@ -26,15 +27,13 @@ from memstore.core.wire.calls import (
 )
 from memstore.core.wire.codec import Request
 from memstore.core.wire.messages import (
-    CallReceived,
     DrainsSeen,
     Event,
-    FactAck,
     HostBeat,
     HostLost,
     HostUp,
     LeaseRenewed,
-    Report,
+    Received,
     Tick,
 )
 
@@ -51,9 +50,7 @@ class Inputs:
             HostBeat: lambda event: self._heartbeats((event,)),
             HostUp: self._host_up,
             HostLost: self._host_lost,
-            CallReceived: self._call,
-            Report: self._report,
-            FactAck: lambda event: p.journal.log.ack(event.host_id, event.seq),
+            Received: lambda event: self._messages[type(event.message)](event.host_id, event.message),
             DrainsSeen: lambda event: p.drains.seen(event.until_s),
             LeaseRenewed: lambda event: p.journal.lease.renew(event.until_s),
         }
@@ -67,7 +64,9 @@ class Inputs:
             SkipStep: self._skip,
             CloseStore: p.attempts.close,
         }
-        self._reports: Mapping[type[reports.Report], Callable[[str, Any], object]] = {
+        self._messages: Mapping[type[reports.Report], Callable[[str, Any], object]] = {
+            Called: self._call,
+            reports.FactsWritten: lambda host, report: p.journal.log.ack(host, report.seq),
             reports.Sealed: self._sealed,
             reports.Freed: p.drops.freed,
             reports.PushFailed: lambda host, report: p.repair.push_failed(state.now, report),
@@ -132,9 +131,9 @@ class Inputs:
 
     # -- calls --------------------------------------------------------------------------------
 
-    def _call(self, event: CallReceived) -> None:
-        request = event.request
-        call = Call(event.host_id, event.call_id, request, self.state.now)
+    def _call(self, host: str, called: Called) -> None:
+        request = called.call
+        call = Call(host, called.id, request, self.state.now)
         name, answer = getattr(request, "job", None) or "", self._calls.get(type(request))
         self.parts.orphans.asked(name)
         if answer is None:
@@ -149,9 +148,6 @@ class Inputs:
         self.parts.steps.skip(call)
 
     # -- reports ------------------------------------------------------------------------------
-
-    def _report(self, event: Report) -> None:
-        self._reports[type(event.report)](event.host_id, event.report)
 
     def _sealed(self, host: str, report: reports.Sealed) -> None:
         p, copy = self.parts, report.copy.on(host)

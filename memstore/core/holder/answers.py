@@ -18,7 +18,7 @@ from memstore.core.holder.reads import reader_pins
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.calls import EndLease, LeaseStep, RankCall
 from memstore.core.wire.codec import encode
-from memstore.core.wire.rank_messages import AskAnswered, AskRefused
+from memstore.core.wire.orders import CallAnswered
 from memstore.core.wire.replies import ChunksStaged, Joined, ShardStaged, StepLeased, decode_passed
 from memstore.errors import IntegrityError
 
@@ -33,22 +33,19 @@ class Call:
     request: RankCall
 
 
-async def pass_on(
-    io: HolderIo, state: HolderState, call: Call, data: bytes | None, error: tuple[str, str] | None
-) -> None:
+async def pass_on(io: HolderIo, state: HolderState, call: Call, data: bytes, error: tuple[str, str] | None) -> None:
     """Send the process that asked what the controller answered: a reply, or the name and the text of an error."""
     link = state.ranks.links.get(call.nonce)
     if link is None or link.owner != call.owner:
         _end_lease(state, call)
         return
-    answer: AskAnswered | AskRefused
     try:
         answer = await _answer(io, state, link, call, data, error)
     except IntegrityError as exc:
-        answer = AskRefused(id=call.rank_id, error="RecoveryError", message=str(exc))
+        answer = CallAnswered(id=call.rank_id, reply=b"", error=("RecoveryError", str(exc)))
     except Exception as exc:  # the call is taken out: without an answer its rank would wait for its whole limit
         await io.unexpected(f"host {state.host_id}: an answer of the controller cannot be passed on", exc)
-        answer = AskRefused(id=call.rank_id, error="InternalError", message=f"{type(exc).__name__}: {exc}")
+        answer = CallAnswered(id=call.rank_id, reply=b"", error=("InternalError", f"{type(exc).__name__}: {exc}"))
     await io.send_to_rank(link, answer)
 
 
@@ -59,16 +56,15 @@ def _end_lease(state: HolderState, call: Call) -> None:
 
 
 async def _answer(
-    io: HolderIo, state: HolderState, link: Link, call: Call, data: bytes | None, error: tuple[str, str] | None
-) -> AskAnswered | AskRefused:
-    reply = decode_passed(call.request, data) if data is not None else None
+    io: HolderIo, state: HolderState, link: Link, call: Call, data: bytes, error: tuple[str, str] | None
+) -> CallAnswered:
+    if error is not None:
+        return CallAnswered(id=call.rank_id, reply=b"", error=error)
+    reply = decode_passed(call.request, data)
     if isinstance(reply, Joined):
         link.attempt, link.rank = reply.attempt, reply.rank
-    if error is not None or reply is None:
-        name, message = error or ("InternalError", "the controller answered nothing")
-        return AskRefused(id=call.rank_id, error=name, message=message)
     if isinstance(reply, ShardStaged | ChunksStaged):
         reply = await reader_pins.place(io, state, link, reply)
     elif isinstance(reply, StepLeased):
         reply = replace(reply, pin=reader_pins.hold(state, link, partial(_end_lease, state, call)))
-    return AskAnswered(id=call.rank_id, reply=encode(reply))
+    return CallAnswered(id=call.rank_id, reply=encode(reply))

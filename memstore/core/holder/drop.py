@@ -8,7 +8,7 @@ from memstore.core.holder import ranks
 from memstore.core.holder.holder_io import HolderIo
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.orders import AbandonStep, DropJob, DropNumber, FreeCopies
+from memstore.core.wire.orders import AbandonStep, DropJob, FreeCopies, TermNumber
 from memstore.core.wire.reports import Freed
 
 
@@ -30,7 +30,7 @@ async def drop_job(io: HolderIo, state: HolderState, order: DropJob) -> None:
 
 async def _drop(
     io: HolderIo,
-    state: HolderState, rows: tuple[WireShard, ...], *, number: DropNumber | None = None,
+    state: HolderState, rows: tuple[WireShard, ...], *, number: TermNumber | None = None,
     removed: tuple[str, int] | None = None,
 ) -> None:  # fmt: skip
     """Drop shards and the room of a removed job, and report it, also if that failed."""

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from memstore.core.journal.records import WholeOrder, kept_records, whole_order
-from memstore.core.wire.orders import JournalKeep, JournalOrder, JournalReplace
+from memstore.core.journal.records import journal_after, whole_order
+from memstore.core.wire.orders import WriteJournal
 from memstore.errors import CapacityError, IntegrityError
 
 
@@ -37,10 +37,10 @@ class JournalWriter:
         self.journal = journal
         self.problem = ""  # why the oldest that waits could not be written
         self._on_written = on_written
-        self._waiting: deque[WholeOrder] = deque()
+        self._waiting: deque[WriteJournal] = deque()
         self._pages: list[bytes] = []  # of an order whose end has not come
 
-    def take(self, order: JournalOrder) -> None:
+    def take(self, order: WriteJournal) -> None:
         """Write the facts of an order, or let them wait; those of before go first, unless it replaces them all.
 
         Raises:
@@ -49,7 +49,7 @@ class JournalWriter:
         whole = whole_order(self._pages, order)
         if whole is None:
             return
-        if isinstance(whole, JournalReplace):
+        if whole.keep == ():
             self._waiting.clear()
         self._waiting.append(whole)
         self.retry()
@@ -74,16 +74,14 @@ class JournalWriter:
             self._on_written(order.seq)
         self.problem = ""
 
-    def _write(self, order: WholeOrder) -> None:
-        if isinstance(order, JournalKeep):
-            dropped_nbytes, records = self.journal.dropped_nbytes, self.journal.records()
-            if self.journal.dropped_nbytes > dropped_nbytes:
-                raise IntegrityError("the journal was damaged: it lacks facts that are to be kept")
-            self.journal.rewrite(kept_records(records, order))
-        elif isinstance(order, JournalReplace):
-            self.journal.rewrite(order.records)
-        else:
+    def _write(self, order: WriteJournal) -> None:
+        if order.keep is None:
             self.journal.append(order.records)
+            return
+        dropped_nbytes, there = self.journal.dropped_nbytes, self.journal.records() if order.keep else []
+        if self.journal.dropped_nbytes > dropped_nbytes:
+            raise IntegrityError("the journal was damaged: it lacks facts that are to be kept")
+        self.journal.rewrite(journal_after(there, order))
 
     def forget(self) -> None:
         """Forget waiting records: another session begins, which sends the missing ones with its own numbers (R16)."""

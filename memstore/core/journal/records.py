@@ -24,7 +24,7 @@ import msgspec
 
 from memstore.core.cluster.facts import Fact
 from memstore.core.wire.codec import check_body
-from memstore.core.wire.orders import JournalAppend, JournalKeep, JournalOrder, JournalPage, JournalReplace
+from memstore.core.wire.orders import WriteJournal
 from memstore.errors import ProtocolError
 
 RECORD_VERSION = 9
@@ -37,7 +37,6 @@ BODY_ITEMS_MAX = 8 << 20
 PAGE_BYTES = 8 << 20
 """Bytes of a journal in one message, which has at most twice as much: attempts of many ranks are kept."""
 DIGEST_BYTES = 16
-WholeOrder = JournalAppend | JournalReplace | JournalKeep
 _PLACE, _HEAD = struct.Struct("<QQ"), struct.Struct("<QQB")
 _ZLIB = 0x78  # the first byte of its streams, and of no msgpack map
 _ENCODER = msgspec.msgpack.Encoder()
@@ -103,41 +102,32 @@ def _fact(body: bytes | memoryview) -> Fact:
     return fact
 
 
-def whole_order(pages: list[bytes], order: JournalOrder) -> WholeOrder | None:
+def whole_order(pages: list[bytes], order: WriteJournal) -> WriteJournal | None:
     """Return an order with the records of its former pages, which `pages` keeps until then.
 
     None for a page that is not the last: if the controller dies now, the journal must be what it was. All hosts may
     be replaced at once, and what was not sent yet would be nowhere (D134).
     """
-    if isinstance(order, JournalKeep):
-        return order
     pages += order.records
-    if isinstance(order, JournalPage):
+    if order.has_more:
         return None
     whole = msgspec.structs.replace(order, records=tuple(pages))
     pages.clear()
     return whole
 
 
-def journal_after(journal: list[bytes], order: WholeOrder) -> list[bytes]:
+def journal_after(journal: Iterable[bytes], order: WriteJournal) -> list[bytes]:
     """Return a journal as it is once a whole order has been obeyed."""
-    if isinstance(order, JournalKeep):
-        return kept_records(journal, order)
-    return [*(() if isinstance(order, JournalReplace) else journal), *order.records]
+    if not order.keep:
+        return [*(journal if order.keep is None else ()), *order.records]
+    wanted = {(place.term, place.number) for place in order.keep}
+    new = {place_of_record(record): record for record in order.records}
+    found = ((place_of_record(record), record) for record in journal)
+    kept = [new.pop(place, record) for place, record in found if place in wanted]
+    return [*kept, *new.values()]
 
 
-def kept_records(records: Iterable[bytes], order: JournalKeep) -> list[bytes]:
-    """Return those records of a journal, in their order, whose place is among those to keep.
-
-    Shorter records take the place of those that are called the same.
-    """
-    wanted = {(place.term, place.seq) for place in order.places}
-    shorter = {place_of_record(record): record for record in order.short}
-    found = ((place_of_record(record), record) for record in records)
-    return [shorter.get(place, record) for place, record in found if place in wanted]
-
-
-def paged(records: Iterable[bytes]) -> list[list[bytes]]:
+def paged(records: Iterable[bytes]) -> list[tuple[bytes, ...]]:
     """Return records in pages, of which the last may be empty, for messages of bounded size."""
     pages: list[list[bytes]] = [[]]
     nbytes = 0
@@ -147,7 +137,7 @@ def paged(records: Iterable[bytes]) -> list[list[bytes]]:
             nbytes = 0
         pages[-1].append(record)
         nbytes += len(record)
-    return pages
+    return [tuple(page) for page in pages]
 
 
 def _unpacked(body: memoryview) -> bytes:

@@ -18,7 +18,7 @@ from memstore.core.cluster.state import ClusterState
 from memstore.core.journal.fact_log import FactLog
 from memstore.core.journal.lease import Lease
 from memstore.core.journal.records import Entry, paged
-from memstore.core.wire.orders import JournalAppend, JournalKeep, JournalPage, JournalReplace, RecordPlace
+from memstore.core.wire.orders import TermNumber, WriteJournal
 
 
 class Journal:
@@ -47,7 +47,7 @@ class Journal:
         """Give all live holders the facts that they were not sent yet, in one message."""
         if not self.unsent:
             return
-        order = JournalAppend(records=tuple(entry.record for entry in self.unsent), seq=self.unsent[-1].seq)
+        order = WriteJournal(keep=None, records=tuple(entry.record for entry in self.unsent), seq=self.unsent[-1].seq)
         self.unsent = []
         for host in self.state.hosts.live_ids():
             self.out.send(host, order)
@@ -58,9 +58,9 @@ class Journal:
         log = self.log
         missing = log.missing(have) if have is not None else None
         *pages, last = paged(entry.record for entry in (log.entries if missing is None else missing))
-        whole = JournalReplace if missing is None else JournalAppend
-        pages_first = [JournalPage(records=tuple(page)) for page in pages]
-        for order in (*pages_first, whole(records=tuple(last), seq=log.last_seq)):
+        orders = [WriteJournal(keep=None, records=page, seq=log.last_seq, has_more=True) for page in pages]
+        orders.append(WriteJournal(keep=() if missing is None else None, records=last, seq=log.last_seq))
+        for order in orders:
             for host in hosts:
                 self.out.send(host, order)
 
@@ -68,9 +68,9 @@ class Journal:
         """Have all live holders reduce their journals to the log's records, which are not sent again."""
         self.send_facts()
         log = self.log
-        order = JournalKeep(
-            places=tuple(RecordPlace(entry.term, entry.seq) for entry in log.entries),
-            short=tuple(log.shortened_records()), seq=log.last_seq,
+        order = WriteJournal(
+            keep=tuple(TermNumber(entry.term, entry.seq) for entry in log.entries),
+            records=tuple(log.shortened_records()), seq=log.last_seq,
         )  # fmt: skip
         for host in self.state.hosts.live_ids():
             self.out.send(host, order)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-from memstore.core.wire.codec import Decoder, Part, Request, Row, Setting
+from memstore.core.wire.codec import Decoder, Message, Part, Request, Row, Setting
 from memstore.core.wire.ids import Name, Positive, Seconds, Unsigned
 from memstore.core.wire.orders import ChunkRange
 from memstore.core.wire.replies import (
@@ -357,5 +357,14 @@ RankCall = (
     | RemoveJob
     | DrainHost
 )
+
+
+class Called(Message, frozen=True, tag="called"):
+    """A call on its way: of a rank or tool, or of its holder, which passes it on to the controller."""
+
+    id: Unsigned
+    """The sender's own number of it: the answer has it too."""
+    call: RankCall
+
 
 decode_call: Decoder[RankCall] = Decoder(RankCall)

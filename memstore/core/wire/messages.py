@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from memstore.core.wire import calls, reports
+from memstore.core.wire import reports
 from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.orders import Order
 from memstore.core.wire.replies import Reply
@@ -77,28 +77,11 @@ class HostLost:
 
 
 @dataclass(frozen=True, slots=True)
-class CallReceived:
-    """A rank or tool asked something through its holder; answered once by `Answer`."""
+class Received:
+    """A holder's message: a report of something it did, or a call of a rank or tool, answered once by `Answer`."""
 
     host_id: str
-    call_id: int
-    request: calls.RankCall
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """A holder's report of something it did."""
-
-    host_id: str
-    report: reports.Report
-
-
-@dataclass(frozen=True, slots=True)
-class FactAck:
-    """A holder has every fact up to and including `seq` in its journal."""
-
-    host_id: str
-    seq: int
+    message: reports.Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +105,7 @@ class Tick:
     heartbeats: tuple[HostBeat, ...] = ()
 
 
-Event = HostUp | HostBeat | HostLost | CallReceived | Report | FactAck | LeaseRenewed | DrainsSeen | Tick
+Event = HostUp | HostBeat | HostLost | Received | LeaseRenewed | DrainsSeen | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +118,7 @@ class SendOrder:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer a RankCall; `error` is (class name, message) of the memstore error to raise there."""
+    """Answer a call; `error` is (class name, message) of the memstore error to raise there."""
 
     host_id: str
     call_id: int

@@ -13,39 +13,23 @@ from memstore.core.wire.ids import Digest, Endpoints, Name, Positive, Unsigned, 
 # -- the journal (R16) --------------------------------------------------------------------------------
 
 
-class RecordPlace(Row, frozen=True):
-    """The place of a record in journals."""
+class TermNumber(Row, frozen=True):
+    """The number of a record in journals, or of an order: by the controller of a term, which gives each once."""
 
     term: Unsigned
-    seq: Unsigned
+    number: Unsigned
 
 
-class JournalPage(Message, frozen=True, tag="journal_page"):
-    """Records that come before those of the next order: a long journal travels in pages."""
+class WriteJournal(Message, frozen=True, tag="journal"):
+    """Keep some records of the journal, write others behind them, and acknowledge `seq` once it is done."""
 
+    keep: tuple[TermNumber, ...] | None
+    """None: all."""
     records: tuple[bytes, ...]
-
-
-class JournalAppend(Message, frozen=True, tag="journal_append"):
-    """Append facts to the journal, and acknowledge `seq` once they are written."""
-
-    records: tuple[bytes, ...]
+    """One with the place of a record that is kept says less than that, and replaces it."""
     seq: Unsigned
-
-
-class JournalReplace(Message, frozen=True, tag="journal_replace"):
-    """Have these facts, and those of the pages before, in place of the whole journal."""
-
-    records: tuple[bytes, ...]
-    seq: Unsigned
-
-
-class JournalKeep(Message, frozen=True, tag="journal_keep"):
-    """Keep only the facts at these places, some of which say less now (`short`)."""
-
-    places: tuple[RecordPlace, ...]
-    short: tuple[bytes, ...]
-    seq: Unsigned
+    has_more: bool = False
+    """A page of a long journal: its records come before those of the next order."""
 
 
 # -- hosts --------------------------------------------------------------------------------------------
@@ -153,18 +137,11 @@ class PushCopy(Message, frozen=True, tag="push"):
     target: str
 
 
-class DropNumber(Row, frozen=True):
-    """Which order to free copies it is, of which term."""
-
-    term: Unsigned
-    number: Unsigned
-
-
 class FreeCopies(Message, frozen=True, tag="free"):
     """Free copies; reported (R19)."""
 
     shards: tuple[WireShard, ...]
-    number: DropNumber | None
+    number: TermNumber | None
     """None: the rank is in no attempt."""
 
 
@@ -366,18 +343,17 @@ class ListMarkers(Message, frozen=True, tag="list_markers"):
 
 
 class CallAnswered(Message, frozen=True, tag="answered"):
-    """The answer to a call of a rank, or of the holder itself; or the error that is to be raised where it was made."""
+    """The answer to a call, or the error to raise where it was made: to the holder, and from it to a rank."""
 
     id: Unsigned
-    reply: bytes | None
-    error: tuple[str, str] | None
-    """Its class and its text."""
+    reply: bytes
+    error: tuple[str, str] | None = None
+    """Its class and its text; the reply is empty."""
 
 
 DurableOrder = WriteSlices | WriteMarker | RemoveStep | ListMarkers
-JournalOrder = JournalPage | JournalAppend | JournalReplace | JournalKeep
 Order = (
-    JournalOrder
+    WriteJournal
     | EchoClock
     | TakeIncarnation
     | HostNews

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from memstore.core.wire.calls import RankCall
+from memstore.core.wire.calls import Called
 from memstore.core.wire.codec import Decoder, Message, Part, Setting
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.ids import Name, Positive, Seconds, Unsigned
+from memstore.core.wire.orders import CallAnswered
 from memstore.core.wire.reports import IntoChecked
 
 Level = Literal["pending", "sealed", "replicated", "committed", "durable", "skipped", "superseded", "failed"]
@@ -54,14 +55,6 @@ class SlotSample(Part, frozen=True):
 
     seed: Unsigned
     digests: bytes
-
-
-class ForwardCall(Message, frozen=True, tag="forward_call"):
-    """A call, which the holder passes on to the controller."""
-
-    id: Unsigned
-    """The rank's own number of it: the answer has it too."""
-    call: RankCall
 
 
 class PutReady(Message, frozen=True, tag="put_ready"):
@@ -125,7 +118,7 @@ class Bye(Message, frozen=True, tag="bye"):
 
 
 Hello = RankHello | ToolHello
-RankMessage = ForwardCall | PutReady | Unpin | ArrivedDamaged | StepTrained | MarksMade | PutWaiting | IntoChecked | Bye
+RankMessage = Called | PutReady | Unpin | ArrivedDamaged | StepTrained | MarksMade | PutWaiting | IntoChecked | Bye
 
 decode_hello: Decoder[Hello] = Decoder(Hello)
 decode_rank_message: Decoder[RankMessage] = Decoder(RankMessage)
@@ -142,21 +135,6 @@ class Welcome(Message, frozen=True, tag="welcome"):
     chunk_bytes: Positive
     store: dict[str, Setting]
     job_defaults: dict[str, Setting]
-
-
-class AskAnswered(Message, frozen=True, tag="ask_answered"):
-    """The answer to a call."""
-
-    id: Unsigned
-    reply: bytes
-
-
-class AskRefused(Message, frozen=True, tag="ask_refused"):
-    """An error, to be raised where the question was asked."""
-
-    id: Unsigned
-    error: str
-    message: str
 
 
 class SlotsLeased(Message, frozen=True, tag="slots_leased"):
@@ -213,9 +191,7 @@ class ReplicasDiffer(Message, frozen=True, tag="replicas_differ"):
     chunks: tuple[Unsigned, ...]
 
 
-HolderEvent = (
-    AskAnswered | AskRefused | SlotsLeased | RoomGrown | StepLevel | CheckInto | AttemptFenced | ReplicasDiffer
-)
+HolderEvent = CallAnswered | SlotsLeased | RoomGrown | StepLevel | CheckInto | AttemptFenced | ReplicasDiffer
 
 decode_greeting: Decoder[Welcome | ErrorMessage] = Decoder(Welcome | ErrorMessage)
 decode_holder_event: Decoder[HolderEvent] = Decoder(HolderEvent)

@@ -1,24 +1,18 @@
 """Holder to controller: its inventory, heartbeats, results, and its ranks' calls. Pure.
 
-In EVENT frames. A session begins with InventoryPages, if the journal is long, and an Inventory (R16).
+In EVENT frames. A session begins with an Inventory, in pages if the journal is long (R16).
 """
 
 from __future__ import annotations
 
-from memstore.core.wire.calls import RankCall
+from memstore.core.wire.calls import Called
 from memstore.core.wire.codec import Decoder, Message, Part, Row
 from memstore.core.wire.ids import Digest, Endpoints, Name, Positive, Unsigned, WireCopy, WireShard, WireStep
-from memstore.core.wire.orders import DropNumber, Lineage, RankSpec
+from memstore.core.wire.orders import Lineage, RankSpec, TermNumber
 from memstore.core.wire.replies import HostVerified
 from memstore.core.wire.status_rows import HostStats
 
 # -- the session --------------------------------------------------------------------------------------
-
-
-class InventoryPage(Message, frozen=True, tag="inventory_page"):
-    """Records of the journal that come before those of the inventory."""
-
-    records: tuple[bytes, ...]
 
 
 class Inventory(Message, frozen=True, tag="inventory"):
@@ -37,6 +31,8 @@ class Inventory(Message, frozen=True, tag="inventory"):
     up_s: float
     idle_s: float
     """How long no holder had run there before this one, if no rank has used it since."""
+    has_more: bool = False
+    """A page of a long journal: its records come before those of the next inventory."""
 
 
 class TrainedStep(Row, frozen=True):
@@ -80,13 +76,6 @@ class RankGone(Message, frozen=True, tag="rank_gone"):
     """Its bye said that it lives, and left because another rank is lost."""
 
 
-class Called(Message, frozen=True, tag="called"):
-    """A rank, a tool, or the holder for a rank, asks something."""
-
-    id: Unsigned
-    call: RankCall
-
-
 # -- copies -------------------------------------------------------------------------------------------
 
 
@@ -111,7 +100,7 @@ class Freed(Message, frozen=True, tag="freed"):
     """Copies are not here any more, as ordered."""
 
     shards: tuple[WireShard, ...]
-    number: DropNumber | None
+    number: TermNumber | None
 
 
 class PushFailed(Message, frozen=True, tag="push_failed"):
@@ -273,7 +262,9 @@ Report = (
     | MarkersUnread
     | RankArrived
     | RankGone
+    | FactsWritten
+    | Called
 )
-HolderMessage = InventoryPage | Inventory | Heartbeat | Outranked | FactsWritten | Called | Report
+HolderMessage = Inventory | Heartbeat | Outranked | Report
 
 decode_holder_message: Decoder[HolderMessage] = Decoder(HolderMessage)

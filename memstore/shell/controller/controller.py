@@ -24,36 +24,27 @@ from typing import Any
 from memstore.config import Config
 from memstore.core.cluster.state import Rules
 from memstore.core.controller.machine import ControllerMachine
+from memstore.core.wire.calls import Called
 from memstore.core.wire.codec import encode, encode_frame, tag_of
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import ControllerIdentity
 from memstore.core.wire.messages import (
     Action,
     Answer,
-    CallReceived,
     DrainsSeen,
     Event,
-    FactAck,
     HostBeat,
     HostLost,
     HostUp,
     LeaseRenewed,
     LogLine,
-    Report,
+    Received,
     SendOrder,
     Tick,
 )
 from memstore.core.wire.orders import CallAnswered
 from memstore.core.wire.replies import Status
-from memstore.core.wire.reports import (
-    Called,
-    FactsWritten,
-    Heartbeat,
-    HolderMessage,
-    Inventory,
-    InventoryPage,
-    Outranked,
-)
+from memstore.core.wire.reports import Heartbeat, HolderMessage, Inventory, Outranked
 from memstore.errors import MemstoreError, ProtocolError
 from memstore.shell.controller.event_log import EventLog
 from memstore.shell.controller.holder_session import Session, SessionEnded
@@ -303,9 +294,10 @@ class Controller:
         except Exception as exc:
             log.exception("the controller failed on %r", str(event)[:500])
             actions = list(self.machine.actions)
-            if isinstance(event, CallReceived):  # the caller must not wait for an answer that never comes
-                error = ("InternalError", f"{tag_of(event.request)}: {exc!r}")
-                actions.append(Answer(event.host_id, event.call_id, None, error))
+            if isinstance(event, Received) and isinstance(called := event.message, Called):
+                # The caller must not wait for an answer that never comes.
+                error = ("InternalError", f"{tag_of(called.call)}: {exc!r}")
+                actions.append(Answer(event.host_id, called.id, None, error))
         frames: dict[int, bytes] = {}  # by identity of an order
         for action in actions:
             self._execute(action, frames)
@@ -328,7 +320,7 @@ class Controller:
                     frames[key] = encode_frame(Kind.EVENT, action.order)
                 session.outbox.put(frames[key])
             else:
-                reply = encode(action.reply) if action.reply is not None else None
+                reply = encode(action.reply) if action.reply is not None else b""
                 answered = CallAnswered(id=action.call_id, reply=reply, error=action.error)
                 session.outbox.put(encode_frame(Kind.EVENT, answered))
         except ProtocolError as exc:  # the host would miss it for ever: it begins again with an inventory
@@ -407,16 +399,12 @@ def event_from(host: str, message: FromSession, asked_s: float) -> Event:
         asked_s: When this controller asked for the session that it came in.
     """
     match message:
-        case FactsWritten():
-            return FactAck(host, message.seq)
-        case Called():
-            return CallReceived(host, message.id, message.call)
         case SessionEnded():
             return HostLost(host, message.why or "connection closed")
         case Inventory():
             return HostUp.of(host, message, asked_s)
         case Heartbeat():
             return heartbeat_of(host, message)
-        case InventoryPage() | Outranked():
+        case Outranked():
             raise ProtocolError(f"{type(message).__name__} of host {host} is no event")
-    return Report(host, message)
+    return Received(host, message)

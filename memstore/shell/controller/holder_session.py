@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from memstore.core.wire.reports import HolderMessage, Inventory, InventoryPage, decode_holder_message
+from memstore.core.wire.reports import HolderMessage, Inventory, decode_holder_message
 from memstore.errors import MemstoreError, ProtocolError, TransportError
 from memstore.shell.net.channel import Channel
 
@@ -51,15 +51,15 @@ class Session:
         threading.Thread(target=self._write, name=f"memstore-write-{host_id}", daemon=True).start()
 
     def _read(self) -> None:
-        pages: list[bytes] = []  # of the journal, before the inventory
+        pages: list[bytes] = []  # of the journal
         try:
             while True:
                 message = decode_holder_message(self.channel.recv(timeout_s=None).data)
-                if isinstance(message, InventoryPage):
-                    pages += message.records
-                    continue
                 if isinstance(message, Inventory):
-                    message = structs.replace(message, journal=(*pages, *message.journal))
+                    pages += message.journal
+                    if message.has_more:
+                        continue
+                    message = structs.replace(message, journal=tuple(pages))
                 self._on_message(self, message)
         except MemstoreError as exc:
             self.why = str(exc)

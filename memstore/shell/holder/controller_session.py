@@ -18,8 +18,8 @@ from msgspec import structs
 from memstore.core.holder.sessions import Sessions
 from memstore.core.journal.records import paged
 from memstore.core.wire.frame import Kind
-from memstore.core.wire.orders import EchoClock, JournalOrder, Order, decode_order
-from memstore.core.wire.reports import FactsWritten, Heartbeat, HolderMessage, Inventory, InventoryPage, Outranked
+from memstore.core.wire.orders import EchoClock, Order, WriteJournal, decode_order
+from memstore.core.wire.reports import FactsWritten, Heartbeat, HolderMessage, Inventory, Outranked
 from memstore.errors import PeerUnreachable, TransportError
 from memstore.shell.arena.journal_file import Journal
 from memstore.shell.net.channel import Channel
@@ -41,8 +41,9 @@ class ControllerSession:
         """Send the inventory, pages of a long journal first, then what was queued since, in order."""
         *pages, last = paged(inventory.journal)
         for page in pages:
-            self.channel.send(Kind.EVENT, 0, InventoryPage(records=tuple(page)), deadline_s=SEND_S)
-        self.channel.send(Kind.EVENT, 0, structs.replace(inventory, journal=tuple(last)), deadline_s=SEND_S)
+            first = structs.replace(inventory, copies=(), journal=page, has_more=True)
+            self.channel.send(Kind.EVENT, 0, first, deadline_s=SEND_S)
+        self.channel.send(Kind.EVENT, 0, structs.replace(inventory, journal=last), deadline_s=SEND_S)
         threading.Thread(target=self._run, name="memstore-outbox", daemon=True).start()
 
     def beat(self, beat: Heartbeat) -> None:
@@ -135,7 +136,7 @@ class ControllerSessions(Sessions[ControllerSession]):
 
     def _obey(self, session: ControllerSession, order: Order, obey: Callable[[Order], None]) -> None:
         """Carry out one order. Facts that broke in the writing end the session: the next one sends them again."""
-        if isinstance(order, JournalOrder):
+        if isinstance(order, WriteJournal):
             self.facts.take(order)
         elif isinstance(order, EchoClock):
             session.clock_s = order.clock_s

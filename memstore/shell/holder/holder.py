@@ -29,7 +29,7 @@ from memstore.core.holder.puts import equal_ranks
 from memstore.core.holder.puts.push import WHOLE_BYTES
 from memstore.core.holder.sessions import read_journal
 from memstore.core.holder.state import HolderState, Limits
-from memstore.core.wire.calls import RankCall
+from memstore.core.wire.calls import Called, RankCall
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import ControllerIdentity, HolderIdentity, Identity, ReaderIdentity
 from memstore.core.wire.ids import Endpoint
@@ -41,7 +41,7 @@ from memstore.core.wire.orders import (
     TakeIncarnation,
 )
 from memstore.core.wire.rank_messages import ToolHello
-from memstore.core.wire.reports import Called, Heartbeat, Inventory
+from memstore.core.wire.reports import Heartbeat, Inventory
 from memstore.core.wire.status_rows import HostStats
 from memstore.errors import PeerUnreachable, TransportError
 from memstore.shell.arena.folder import make_folder, write_secret

@@ -13,12 +13,12 @@ import xxhash
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import answers, ranks
 from memstore.core.holder.reads import reader_pins
+from memstore.core.wire.calls import Called
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.rank_messages import (
     ArrivedDamaged,
     Bye,
-    ForwardCall,
     MarksMade,
     PutReady,
     PutWaiting,
@@ -93,7 +93,7 @@ class RankServer:
 
     def _take(self, link: RankConnection, message: RankMessage) -> None:
         match message:
-            case ForwardCall(id=number, call=request):
+            case Called(id=number, call=request):
                 self.calls.ask(answers.Call(link.owner, link.nonce, number, request))
             case PutReady():
                 self.sealer.add(link, message)
@@ -115,7 +115,7 @@ class RankServer:
             case Bye(has_left=has_left):
                 self.io.run(ranks.leave, self.state, link, has_left=has_left)
 
-    def answer(self, call_id: int, data: bytes | None, error: tuple[str, str] | None) -> None:
+    def answer(self, call_id: int, data: bytes, error: tuple[str, str] | None) -> None:
         """Pass the controller's answer to a call on to the rank."""
         call = self.calls.take(call_id)
         if call is not None:

@@ -23,16 +23,14 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from memstore.core.wire.calls import RankCall, decode_call
+from memstore.core.wire.calls import Called, RankCall, decode_call
 from memstore.core.wire.codec import Request, encode, reply_decoder, tag_of
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
+from memstore.core.wire.orders import CallAnswered
 from memstore.core.wire.rank_messages import (
-    AskAnswered,
-    AskRefused,
     AttemptFenced,
     Bye,
-    ForwardCall,
     HolderEvent,
     PutReady,
     RankHello,
@@ -88,7 +86,7 @@ class HolderLink(LeasedSlots):
         self.attempt = attempt
         self.on_event: Callable[[HolderEvent], None] = lambda event: None
         self.life = next(_LIVES)  # distinguishes the leases of one process's stores
-        self.calls: dict[int, tuple[Future[Any], ForwardCall]] = {}
+        self.calls: dict[int, tuple[Future[Any], Called]] = {}
         self.call_ids = itertools.count(1)
         self.outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # a signal's handler may call
         self.is_removed = False  # it is fenced because its job was removed
@@ -211,7 +209,7 @@ class HolderLink(LeasedSlots):
     def take_event(self, event: HolderEvent) -> None:
         """Take what the holder, or this process, says."""
         match event:
-            case AskAnswered() | AskRefused():
+            case CallAnswered():
                 self._take_answer(event)
             case SlotsLeased(slots=slots):
                 mapping = self.grant(slots)
@@ -228,11 +226,12 @@ class HolderLink(LeasedSlots):
             case _:
                 self.on_event(event)
 
-    def _take_answer(self, event: AskAnswered | AskRefused) -> None:
+    def _take_answer(self, event: CallAnswered) -> None:
         with self.room:
             future, asked = self.calls.pop(event.id, (None, None))
-        if isinstance(event, AskRefused):
-            error = ErrorMessage(error=event.error, message=self.commands(event.message), context={}).rebuilt()
+        if event.error is not None:
+            name, why = event.error
+            error = ErrorMessage(error=name, message=self.commands(why), context={}).rebuilt()
             if future is not None:
                 future.set_exception(error)
         elif future is not None and asked is not None:
@@ -243,7 +242,7 @@ class HolderLink(LeasedSlots):
         with self.room:
             self.room.notify_all()  # a thread waits for this or something else
 
-    def _settle(self, future: Future[Any], asked: ForwardCall, event: AskAnswered) -> None:
+    def _settle(self, future: Future[Any], asked: Called, event: CallAnswered) -> None:
         """Give a future its answer. An attempt that it names is this link's from now on, if it breaks or not."""
         try:
             reply = reply_decoder(type(asked.call))(event.reply)
@@ -309,14 +308,14 @@ class HolderLink(LeasedSlots):
         future: Future[Any] = Answer()
         if then is not None:
             future.add_done_callback(then)
-        asked = ForwardCall(id=next(self.call_ids), call=cast(RankCall, request))
+        asked = Called(id=next(self.call_ids), call=cast(RankCall, request))
         if self._note_call(future, asked):
             self.notify(asked)
         else:
             future.set_exception(ClosedError("this store is closed: connect again"))
         return future
 
-    def _note_call(self, future: Future[Any], asked: ForwardCall) -> bool:
+    def _note_call(self, future: Future[Any], asked: Called) -> bool:
         """Have a call answered, or failed by `close`; False if the link is closed."""
         if self.closed.is_set():  # looked at first: in a forked child another process's thread may have the lock
             return False

@@ -14,21 +14,20 @@ from memstore.config import Config
 from memstore.core.cluster.state import Rules
 from memstore.core.controller.machine import ControllerMachine
 from memstore.core.wire import orders
+from memstore.core.wire.calls import Called
 from memstore.core.wire.ids import Endpoint, WireCopy, WireShard, WireSpec
 from memstore.core.wire.messages import (
     Answer,
-    CallReceived,
     Event,
-    FactAck,
     HostBeat,
     HostInfo,
     HostUp,
     LeaseRenewed,
-    Report,
+    Received,
     SendOrder,
     Tick,
 )
-from memstore.core.wire.reports import Fenced, MarkersListed, PutTimes, Reserved, Sealed
+from memstore.core.wire.reports import FactsWritten, Fenced, MarkersListed, PutTimes, Reserved, Sealed
 from memstore.testing.requests import request_of
 
 JOB = "train"
@@ -84,7 +83,7 @@ class ControllerFleet:
         self.answers.clear()
         for rank in range(self.world_size):
             more = {"job": JOB, "rank": rank, "nonce": f"n{rank}", "pid": 1000 + rank}
-            self.handle(CallReceived(self.host_of(rank), rank + 1, request_of(verb, more, **body)))
+            self.handle(Received(self.host_of(rank), Called(id=rank + 1, call=request_of(verb, more, **body))))
         refused = [answer.error for answer in self.answers if answer.error is not None]
         assert not refused, (verb, refused[:1])
         assert len(self.answers) == self.world_size, (verb, len(self.answers))
@@ -105,16 +104,16 @@ class ControllerFleet:
     def _obey(self, action: SendOrder) -> Iterable[Event]:
         host, order = action.host_id, action.order
         match order:
-            case orders.JournalAppend() | orders.JournalReplace() | orders.JournalKeep():
-                return [FactAck(host, order.seq)]
+            case orders.WriteJournal():
+                return [Received(host, FactsWritten(seq=order.seq))]
             case orders.Fence():
-                return [Report(host, Fenced(job=JOB, attempt=order.attempt, copies=()))]
+                return [Received(host, Fenced(job=JOB, attempt=order.attempt, copies=()))]
             case orders.ListMarkers():
                 listed = MarkersListed(job=JOB, call=order.call, markers=(), key="", damaged="", lacks="")
-                return [Report(host, listed)]
+                return [Received(host, listed)]
             case orders.Reserve():
                 self.rooms[host] = order
-                return [Report(host, Reserved(job=JOB, attempt=order.attempt, call=order.call, problem=None))]
+                return [Received(host, Reserved(job=JOB, attempt=order.attempt, call=order.call, problem=None))]
             case orders.PushTargets():
                 self.targets[host] = list(order.targets)
             case orders.RaiseLevel(level="committed"):
@@ -127,7 +126,7 @@ class ControllerFleet:
         """Let a host report its copy of a rank's shard."""
         spec = WireSpec(f"{step:016x}{rank:016x}", CHUNKS * CHUNK_BYTES, CHUNK_BYTES, CHUNKS, self.world_size)
         put = PutTimes(stall_s=0.01, age_s=0.2) if is_own else None
-        self.handle(Report(host, Sealed(copy=WireCopy(WireShard(JOB, 1, step, rank), spec, ()), put=put)))
+        self.handle(Received(host, Sealed(copy=WireCopy(WireShard(JOB, 1, step, rank), spec, ()), put=put)))
 
     def put(self, step: int, ranks: Iterable[int] | None = None) -> None:
         """Let every rank put; its own host seals the shard first, then the targets of that host."""

@@ -20,18 +20,12 @@ from memstore.core.holder import incarnation
 from memstore.core.holder.reads.stage import BringOrder
 from memstore.core.journal.records import journal_after, whole_order
 from memstore.core.wire import calls, orders, reports
+from memstore.core.wire.calls import Called
 from memstore.core.wire.codec import Decoder, encode, tag_of
 from memstore.core.wire.ids import WireCopy, WireShard
-from memstore.core.wire.messages import (
-    Body,
-    CallReceived,
-    Event,
-    FactAck,
-    HostInfo,
-    HostUp,
-    Report,
-)
+from memstore.core.wire.messages import Body, Event, HostInfo, HostUp, Received
 from memstore.core.wire.replies import GetAgain, HostVerified, Joined, ShardStaged, Skipped, decode_passed
+from memstore.core.wire.reports import FactsWritten
 from memstore.core.wire.status_rows import HostStats
 from memstore.testing.controller.durable import Durable, list_markers, persist
 from memstore.testing.requests import reply_fields
@@ -147,22 +141,22 @@ class FakeHolder:
         """Send a rank's question to the controller; it is sent again in every session until it is answered."""
         self.calls_count += 1
         self.calls[self.calls_count] = (rank.nonce, request)
-        self._send(self, CallReceived(self.host_id, self.calls_count, request))
+        self._send(self, Received(self.host_id, Called(id=self.calls_count, call=request)))
 
     def resend_calls(self) -> None:
         """Send every unanswered question again in a new session."""
         for call_id, (_, request) in sorted(self.calls.items()):
-            self._send(self, CallReceived(self.host_id, call_id, request))
+            self._send(self, Received(self.host_id, Called(id=call_id, call=request)))
 
-    def answer(self, call_id: int, data: bytes | None, error: tuple[str, str] | None) -> None:
+    def answer(self, call_id: int, data: bytes, error: tuple[str, str] | None) -> None:
         """Pass an answer of the controller on to its rank."""
         nonce, request = self.calls.pop(call_id, ("", None))
         rank = self.ranks.get(nonce)
         if rank is None or request is None:
             return
         verb = tag_of(request)
-        if error is not None or data is None:
-            rank.errors.setdefault(verb, []).append((str(error[0]), str(error[1])) if error is not None else ("", ""))
+        if error is not None:
+            rank.errors.setdefault(verb, []).append((str(error[0]), str(error[1])))
             if isinstance(request, calls.ShardLoaded):
                 rank.is_loading = False
                 rank.errors.setdefault("get", []).append(rank.errors[verb][-1])
@@ -210,7 +204,7 @@ class FakeHolder:
 
     def report(self, report: reports.Report) -> None:
         """Send a report to the controller."""
-        self._send(self, Report(self.host_id, report))
+        self._send(self, Received(self.host_id, report))
 
     def lose(self, *shards: ShardId) -> None:
         """Lose copies of a job, and report an inventory without them."""
@@ -236,10 +230,10 @@ class FakeHolder:
     def carry_out(self, order: orders.Order) -> None:
         """Do what an order says."""
         match order:
-            case orders.JournalPage() | orders.JournalAppend() | orders.JournalReplace() | orders.JournalKeep():
+            case orders.WriteJournal():
                 if (whole := whole_order(self.pages, order)) is not None:
                     self.journal = journal_after(self.journal, whole)
-                    self._send(self, FactAck(self.host_id, whole.seq))
+                    self._send(self, Received(self.host_id, FactsWritten(seq=whole.seq)))
             case orders.EchoClock():
                 self.clock_s = order.clock_s
             case orders.TakeIncarnation():
@@ -420,8 +414,8 @@ def plain(body: Body) -> Body:
 
 def plain_event(event: Event) -> Event:
     """Return the event as the controller reads it from a socket."""
-    if isinstance(event, Report):
-        return Report(event.host_id, decode_report(encode(event.report)))
+    if isinstance(event, Received):
+        return Received(event.host_id, decode_report(encode(event.message)))
     if isinstance(event, HostUp):
         return replace(event)
     return event

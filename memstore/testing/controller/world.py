@@ -31,7 +31,7 @@ from memstore.core.wire.messages import (
     HostLost,
     LeaseRenewed,
     LogLine,
-    Report,
+    Received,
     SendOrder,
     Tick,
 )
@@ -198,7 +198,7 @@ class ControllerWorld(EventQueue):
             if isinstance(action.order, TakeIncarnation):
                 del self._sessions[host]  # the holder ends it, to begin again
         else:
-            holder.answer(action.call_id, None if action.reply is None else encode(action.reply), action.error)
+            holder.answer(action.call_id, b"" if action.reply is None else encode(action.reply), action.error)
 
     def _beat(self) -> None:
         for host, holder in self.holders.items():
@@ -299,7 +299,7 @@ class ControllerWorld(EventQueue):
         holder = self.holders[rank.host_id]
         for call_id in [c for c, (nonce, _) in holder.calls.items() if nonce == rank.nonce]:
             del holder.calls[call_id]
-        self._send(holder, Report(rank.host_id, RankGone(nonce=rank.nonce, has_left=has_left)))
+        self._send(holder, Received(rank.host_id, RankGone(nonce=rank.nonce, has_left=has_left)))
 
     def call(self, rank: FakeRank, verb: str, **body: Any) -> None:
         """Send a rank's question to the controller."""

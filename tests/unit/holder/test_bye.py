@@ -17,13 +17,13 @@ from memstore.core.holder import ranks
 from memstore.core.holder.holder_io import HolderIo
 from memstore.core.holder.link import Link
 from memstore.core.holder.state import HolderState
-from memstore.core.wire.calls import ReadStep
+from memstore.core.wire.calls import Called, ReadStep
 from memstore.core.wire.codec import encode
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.rank_messages import Bye, SlotsLeased, decode_rank_message
 from memstore.core.wire.replies import ShardStaged
-from memstore.core.wire.reports import Called, HolderMessage, RankGone
+from memstore.core.wire.reports import HolderMessage, RankGone
 from memstore.shell.holder.rank_connections import RankConnection
 from memstore.shell.net.channel import Channel
 from memstore.shell.rank.holder_link import HolderLink

@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 from memstore.config import Config
-from memstore.core.journal.records import WholeOrder, journal_after
+from memstore.core.journal.records import journal_after
 from memstore.core.wire.codec import encode_frame
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.ids import Endpoint
-from memstore.core.wire.messages import Action, Event, Report, Tick
-from memstore.core.wire.orders import decode_order
+from memstore.core.wire.messages import Action, Event, Received, Tick
+from memstore.core.wire.orders import WriteJournal, decode_order
 from memstore.core.wire.reports import Heartbeat, Inventory, RankArrived
 from memstore.shell.controller.controller import TICK_S, Controller
 from memstore.shell.controller.holder_session import Session
@@ -49,7 +49,7 @@ def test_a_beat_that_waits_behind_a_long_event_is_received_before_the_next_tick(
         state, handle = controller.machine.hosts.states["a"], controller.machine.handle
 
         def watched(now: float, event: Event) -> list[Action]:
-            if isinstance(event, Report):
+            if isinstance(event, Received):
                 begun.set()
                 assert go.wait(WAIT_S)
             actions = handle(now, event)
@@ -103,7 +103,7 @@ def test_what_was_decided_before_an_inventory_is_no_order_for_its_session(tmp_pa
         journal: list[bytes] = []
         while len(journal) < len(entries):
             order = decode_order(far.recv(timeout_s=WAIT_S).data)
-            journal = journal_after(journal, order) if isinstance(order, WholeOrder) else journal
+            journal = journal_after(journal, order) if isinstance(order, WriteJournal) else journal
         assert journal == [entry.record for entry in entries]
     finally:
         controller.close()

@@ -18,25 +18,23 @@ from msgspec import structs
 from memstore.config import Config
 from memstore.core.journal import records as records_module
 from memstore.core.journal.records import place_of_record
+from memstore.core.wire.calls import Called
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import ControllerIdentity
 from memstore.core.wire.orders import (
-    JournalAppend,
-    JournalKeep,
     Order,
     PushTargets,
     RankSlots,
-    RecordPlace,
     Reserve,
+    TermNumber,
     VerifyCopies,
+    WriteJournal,
 )
 from memstore.core.wire.reports import (
-    Called,
     CopiesVerified,
     FactsWritten,
     HolderMessage,
     Inventory,
-    InventoryPage,
     Outranked,
     Reserved,
     decode_holder_message,
@@ -248,7 +246,7 @@ def test_a_fact_of_an_older_controller_is_not_acknowledged_to_the_newer(
     monkeypatch.setattr(holder.journal, "append", lambda records: (pause(), real(records)))
     older = dial(5)
     greeted(older)
-    send(older, JournalAppend(records=(b"old",), seq=7))
+    send(older, WriteJournal(keep=None, records=(b"old",), seq=7))
     assert pause.at.wait(WAIT_S)
     newer, first = dial(6), cast("HolderMessage | None", None)
     with contextlib.suppress(PeerTimeout):
@@ -257,7 +255,7 @@ def test_a_fact_of_an_older_controller_is_not_acknowledged_to_the_newer(
     first = first or received(newer)
     assert isinstance(first, Inventory)
     assert first.journal == (b"old",)
-    send(newer, JournalAppend(records=(b"new",), seq=1))
+    send(newer, WriteJournal(keep=None, records=(b"new",), seq=1))
     assert received(newer) == FactsWritten(seq=1)
 
 
@@ -271,13 +269,13 @@ def test_a_long_journal_comes_in_pages_before_the_inventory(
     records = tuple(bytes([number]) * 30 for number in range(5))
     first = dial(5)
     greeted(first)
-    send(first, JournalAppend(records=records, seq=5))
+    send(first, WriteJournal(keep=None, records=records, seq=5))
     assert received(first) == FactsWritten(seq=5)
     monkeypatch.setattr(records_module, "PAGE_BYTES", 70)
     pages = dial(6)
-    assert received(pages) == InventoryPage(records=records[:2])
-    assert received(pages) == InventoryPage(records=records[2:4])
-    assert greeted(pages).journal == records[4:]
+    sent = [greeted(pages) for _ in range(3)]
+    assert [page.journal for page in sent] == [records[:2], records[2:4], records[4:]]
+    assert [page.has_more for page in sent] == [True, True, False]
     given: queue.Queue[HolderMessage | SessionEnded] = queue.Queue()
     session = Session("a", holder.state.info.incarnation, dial(7), lambda _, message: given.put(message))
     session.start()
@@ -305,7 +303,7 @@ def test_a_journal_that_is_being_written_is_not_taken_for_a_damaged_one(
     newer, first = dial(6), cast("HolderMessage | None", None)
     with contextlib.suppress(PeerTimeout):
         first = received(newer, 0.3)  # not before the older one has read it
-    send(newer, JournalAppend(records=(b"new",), seq=1))
+    send(newer, WriteJournal(keep=None, records=(b"new",), seq=1))
     if first is not None:
         assert received(newer) == FactsWritten(seq=1)
     pause.go.set()
@@ -322,13 +320,13 @@ def test_a_journal_that_lost_what_it_is_to_keep_is_not_said_to_have_it(holder: H
     records = tuple(bytes(14) + bytes([1, number]) + b"fact" for number in range(3))
     first = dial(5)
     greeted(first)
-    send(first, JournalAppend(records=records, seq=3))
+    send(first, WriteJournal(keep=None, records=records, seq=3))
     assert received(first) == FactsWritten(seq=3)
     with holder.journal.path.open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"?")
-    places = tuple(RecordPlace(*place_of_record(record)) for record in records)
-    send(first, JournalKeep(places=places, short=(), seq=4))
+    places = tuple(TermNumber(*place_of_record(record)) for record in records)
+    send(first, WriteJournal(keep=places, records=(), seq=4))
     with pytest.raises(PeerUnreachable):
         received(first)
     newer = dial(5)

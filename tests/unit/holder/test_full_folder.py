@@ -14,7 +14,7 @@ from memstore.config import Config
 from memstore.core.format.manifest import manifest_name
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import ControllerIdentity
-from memstore.core.wire.orders import JournalAppend, JournalReplace, Order, PushTargets
+from memstore.core.wire.orders import Order, PushTargets, WriteJournal
 from memstore.core.wire.reports import FactsWritten, Heartbeat, Inventory, decode_holder_message
 from memstore.drills.breaking.kept_up import FullFileSystem
 from memstore.errors import CapacityError, PeerTimeout
@@ -104,8 +104,8 @@ def test_a_fact_without_room_waits_and_the_session_goes_on(holder: Holder, full:
     """Heartbeats say why, other orders are obeyed, later facts wait behind it; with room all are acknowledged."""
     controller = dial(holder, 5)
     received(controller, Inventory)
-    send(controller, JournalAppend(records=(LARGE,), seq=1))
-    send(controller, JournalAppend(records=(b"small",), seq=2))
+    send(controller, WriteJournal(keep=None, records=(LARGE,), seq=1))
+    send(controller, WriteJournal(keep=None, records=(b"small",), seq=2))
     send(controller, PushTargets(job="job", attempt=1, targets=("b",), ranks=()))
     wait_for(lambda: holder.state.shared_shards.ordinary.get("job") == ["b"], "an order after the facts")
     wait_for(lambda: said_full(controller), "a beat that says so")
@@ -123,20 +123,11 @@ def test_facts_that_waited_are_not_acknowledged_to_a_newer_controller(holder: Ho
     """A newer session sends the whole journal; what an older one had sent counts for nothing any more (R16, R17)."""
     older = dial(holder, 5)
     received(older, Inventory)
-    send(older, JournalAppend(records=(LARGE,), seq=9))
+    send(older, WriteJournal(keep=None, records=(LARGE,), seq=9))
     wait_for(lambda: holder.sessions.facts.problem, "the fact to wait")
     newer = dial(holder, 6)
     assert received(newer, Inventory).journal == ()
-    send(
-        newer,
-        JournalReplace(
-            records=(
-                b"one",
-                LARGE,
-            ),
-            seq=1,
-        ),
-    )
+    send(newer, WriteJournal(keep=(), records=(b"one", LARGE), seq=1))
     wait_for(lambda: holder.sessions.facts.problem, "the newer facts to wait")
     full.end()
     assert received(newer, FactsWritten).seq == 1

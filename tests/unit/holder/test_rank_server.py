@@ -21,16 +21,13 @@ from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import manifest_name
 from memstore.core.holder import ranks
-from memstore.core.wire.calls import AskStatus, RankCall, ReadStep
+from memstore.core.wire.calls import AskStatus, Called, RankCall, ReadStep
 from memstore.core.wire.codec import encode
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.orders import DropJob
+from memstore.core.wire.orders import CallAnswered, DropJob
 from memstore.core.wire.rank_messages import (
-    AskAnswered,
-    AskRefused,
     Bye,
-    ForwardCall,
     HolderEvent,
     RankHello,
     RankMessage,
@@ -40,7 +37,7 @@ from memstore.core.wire.rank_messages import (
     decode_holder_event,
 )
 from memstore.core.wire.replies import ShardStaged, Status
-from memstore.core.wire.reports import Called, HolderMessage, RankArrived, RankGone
+from memstore.core.wire.reports import HolderMessage, RankArrived, RankGone
 from memstore.errors import ConfigError, FencedError
 from memstore.shell.arena.lock import process_start_time
 from memstore.shell.holder import rank_server
@@ -166,15 +163,15 @@ def saying(words: str) -> Status:
     return replace(blank(Status), failure_domains=[words])
 
 
-def answered(reply: Status) -> AskAnswered:
+def answered(reply: Status) -> CallAnswered:
     """The answer to the rank's first question."""
-    return AskAnswered(id=1, reply=encode(reply))
+    return CallAnswered(id=1, reply=encode(reply))
 
 
 def ask(site: Site, channel: Channel, request: RankCall = STATUS) -> int:
     """Ask the rank's first question; return the holder's number of it."""
     before = len(site.relayed)
-    send(channel, ForwardCall(id=1, call=request))
+    send(channel, Called(id=1, call=request))
     wait_for(lambda: len(site.relayed) > before, "the call to be relayed")
     return site.relayed[-1]
 
@@ -322,8 +319,9 @@ def test_a_read_whose_manifest_was_damaged_is_answered(site: Site, hello: Callab
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     site.holder.ranks.answer(number, encode(answer), None)
     refused = receive(channel)
-    assert isinstance(refused, AskRefused)
-    assert refused.error == "RecoveryError"
+    assert isinstance(refused, CallAnswered)
+    assert refused.error
+    assert refused.error[0] == "RecoveryError"
     assert not replica.pins
 
 

@@ -26,12 +26,12 @@ from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.orders import (
     AbandonStep,
     Bring,
-    DropNumber,
     FreeCopies,
     OrderCheck,
     ReadShard,
     Run,
     StageShard,
+    TermNumber,
 )
 from memstore.core.wire.peer_messages import FetchManifest, Verify
 from memstore.core.wire.reports import Freed, HolderMessage, IntoChecked, Report, Sealed, StageEnded
@@ -226,7 +226,7 @@ def test_a_holder_says_when_it_has_freed_a_copy(
 
     monkeypatch.setattr(a.replicas, "drop", dropped)
     monkeypatch.setattr(a.state, "report", noted)
-    shards, number = (WireShard.of(SHARD),), DropNumber(3, 7)
+    shards, number = (WireShard.of(SHARD),), TermNumber(3, 7)
     a.obey(FreeCopies(shards=shards, number=number))
     await_lane(a, "drop")
     assert reports == [Freed(shards=shards, number=number)]

@@ -19,8 +19,7 @@ from memstore.core.holder.reads import fetch, partial_read
 from memstore.core.wire.calls import AskSteps, ReadRanges, ReadStep
 from memstore.core.wire.codec import encode
 from memstore.core.wire.ids import WireShard, WireSpec
-from memstore.core.wire.orders import ChunkRange, ReadChunks, Run
-from memstore.core.wire.rank_messages import AskAnswered
+from memstore.core.wire.orders import CallAnswered, ChunkRange, ReadChunks, Run
 from memstore.core.wire.replies import ChunksStaged, ShardPlaced, StepList
 from memstore.errors import CapacityError, ConfigError, DigestMismatch, IntegrityError, PeerTimeout, RecoveryError
 from memstore.shell.arena.page_locks import lock_free
@@ -422,7 +421,7 @@ def test_slots_are_read_in_the_arena_that_is_there_when_they_are_named(
             step=2, attempt=1, verdict="peer", why="", report=None, manifest=a.replicas.manifest(stored),
             slots=(old, new, *[None] * 6), elsewhere=(), pin=1,
         )  # fmt: skip
-        reader.link.take_event(AskAnswered(id=number, reply=encode(placed)))
+        reader.link.take_event(CallAnswered(id=number, reply=encode(placed)))
         found = [(index, bytes(view)) for index, view in read.take([0, 1, 2])]
         assert found == [(0, b""), (1, b"\2" * CHUNK_BYTES), (2, b"")]
         assert (is_held(b, old), is_held(a, new)) == (False, True)

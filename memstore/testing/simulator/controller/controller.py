@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from memstore.core.controller.machine import ControllerMachine
+from memstore.core.wire.calls import Called
 from memstore.core.wire.codec import Decoder, encode
 from memstore.core.wire.messages import (
     Answer,
@@ -14,12 +15,12 @@ from memstore.core.wire.messages import (
     HostUp,
     LeaseRenewed,
     LogLine,
-    Report,
+    Received,
     SendOrder,
     Tick,
 )
 from memstore.core.wire.orders import DropJob, FreeCopies, decode_order
-from memstore.core.wire.reports import Inventory
+from memstore.core.wire.reports import FactsWritten, Inventory
 from memstore.testing.controller.holder import plain_event
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.world.network import Stream
@@ -70,7 +71,8 @@ class SimSession:
     def report(self, event: Event) -> None:
         """Send an event from the holder to the controller; a fault may double a report."""
         self.up.send(self.world.now, lambda: self.controller.handle(plain_event(event)))
-        if isinstance(event, Report) and self.world.network.take("doubles"):
+        is_report = isinstance(event, Received) and not isinstance(event.message, Called | FactsWritten)
+        if is_report and self.world.network.take("doubles"):
             self.up.send(self.world.now, lambda: self.controller.handle(plain_event(event)))
 
 
@@ -120,7 +122,7 @@ class SimController:
         if isinstance(action, SendOrder):
             holder.obey(decode_order(encode(action.order)))
         else:
-            data = None if action.reply is None else encode(action.reply)
+            data = b"" if action.reply is None else encode(action.reply)
             holder.answer(action.call_id, data, action.error)
 
     def tick(self) -> None:

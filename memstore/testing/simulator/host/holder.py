@@ -28,24 +28,17 @@ from memstore.core.holder.reads import reader_pins
 from memstore.core.holder.sessions import Sessions, read_journal
 from memstore.core.holder.state import HolderState, Limits, SubmittedPut
 from memstore.core.wire import calls, reports
-from memstore.core.wire.messages import (
-    CallReceived,
-    Event,
-    FactAck,
-    HostInfo,
-    Report,
-)
+from memstore.core.wire.calls import Called
+from memstore.core.wire.messages import Event, HostInfo, Received
 from memstore.core.wire.orders import (
     EchoClock,
     HostNews,
-    JournalAppend,
-    JournalKeep,
-    JournalPage,
-    JournalReplace,
     Order,
     TakeIncarnation,
+    WriteJournal,
 )
 from memstore.core.wire.rank_messages import PutReady
+from memstore.core.wire.reports import FactsWritten
 from memstore.shell.holder.pending_calls import Calls
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.peer.outgoing_shard import OutgoingShards
@@ -86,7 +79,8 @@ class SimHolder:
         self.link_orders = itertools.count()
         self.late_s = 0.0  # by which the thread that serves the next link is late
         self.calls = Calls(
-            lambda *call: self.send_event(CallReceived(self.host_id, *call)), first=info.incarnation << 32
+            lambda number, request: self.send_event(Received(self.host_id, Called(id=number, call=request))),
+            first=info.incarnation << 32,
         )
         memory.is_cut, memory.crash_in = False, None
         self.replicas: Store = ReplicaStore(
@@ -144,7 +138,7 @@ class SimHolder:
 
     def _fact_written(self, seq: int) -> None:
         self.checker.commits.journalled(self)
-        self.send_event(FactAck(self.host_id, seq))
+        self.send_event(Received(self.host_id, FactsWritten(seq=seq)))
 
     @property
     def info(self) -> HostInfo:
@@ -168,7 +162,7 @@ class SimHolder:
         """Report something done."""
         if isinstance(report, reports.Fenced):
             self.checker.fences.answered(self, report.job, report.attempt)
-        self.send_event(Report(self.host_id, report))
+        self.send_event(Received(self.host_id, report))
 
     def _copy_sealed(self, copy: Copy) -> None:
         report_copy(self.state, copy)
@@ -218,7 +212,7 @@ class SimHolder:
         """Relay a question."""
         self.calls.ask(answers.Call(rank.owner, rank.nonce, call_id, request))
 
-    def answer(self, number: int, data: bytes | None, error: tuple[str, str] | None) -> None:
+    def answer(self, number: int, data: bytes, error: tuple[str, str] | None) -> None:
         """Pass on what the controller answered."""
         call = self.calls.take(number)
         if call is not None:
@@ -261,7 +255,7 @@ class SimHolder:
     def obey(self, order: Order) -> None:
         """Carry out one order."""
         match order:
-            case JournalPage() | JournalAppend() | JournalReplace() | JournalKeep():
+            case WriteJournal():
                 self.sessions.facts.take(order)
             case EchoClock():
                 self.session.clock_s = order.clock_s  # type: ignore[union-attr]

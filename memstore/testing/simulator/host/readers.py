@@ -12,8 +12,8 @@ from memstore.core.holder.reads import reader_pins
 from memstore.core.wire.calls import RankCall, ReadRanges
 from memstore.core.wire.codec import reply_decoder
 from memstore.core.wire.ids import WireShard
+from memstore.core.wire.orders import CallAnswered
 from memstore.core.wire.peer_messages import FetchChunks
-from memstore.core.wire.rank_messages import AskAnswered, AskRefused
 from memstore.core.wire.replies import ShardPlaced, decode_pinned
 from memstore.errors import MemstoreError, ProtocolError
 from memstore.testing.simulator.host.context import HostContext
@@ -36,11 +36,11 @@ class Readers:
         self.verified_s: dict[StagedKey, float] = {}  # since when what was staged for a reader has been verified
         self.opened_s: dict[tuple[str, ShardId], float] = {}  # when an incoming replica was opened, by its name
 
-    def answer(self, link: RankLink, answer: AskAnswered | AskRefused) -> None:
+    def answer(self, link: RankLink, answer: CallAnswered) -> None:
         """Let a rank take an answer; if it is a read, on a thread of its own."""
         request = link.process.calls.get(answer.id)
-        if isinstance(answer, AskRefused):
-            link.process.answered(answer.id, CallFailed(f"{answer.error}: {answer.message}"))
+        if answer.error is not None:
+            link.process.answered(answer.id, CallFailed(": ".join(answer.error)))
         elif request is None:
             with suppress(ProtocolError):  # the answer to another call
                 reader_pins.give_back(link, decode_pinned(answer.reply).pin)  # its reader has given up

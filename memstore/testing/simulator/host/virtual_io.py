@@ -38,11 +38,9 @@ from memstore.core.holder.puts import seal
 from memstore.core.schedule.durable_interval import take_turn
 from memstore.core.wire.codec import Request
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.orders import DurablePlace, Lineage
+from memstore.core.wire.orders import CallAnswered, DurablePlace, Lineage
 from memstore.core.wire.peer_messages import ChunkBatch, FetchChunks, NoIncoming, OfferedChunk, WholeShard
 from memstore.core.wire.rank_messages import (
-    AskAnswered,
-    AskRefused,
     CheckInto,
     HolderEvent,
     PutReady,
@@ -420,7 +418,7 @@ class VirtualIo:
         to = cast(RankLink, link)
         if not to.is_open:
             return
-        if isinstance(message, AskAnswered | AskRefused):
+        if isinstance(message, CallAnswered):
             self.readers.answer(to, message)
         elif isinstance(message, CheckInto):
             self._check(to.process, message)

@@ -138,7 +138,7 @@ class Holder(Process, Protocol):
     def obey(self, order: Order) -> None:
         """Carry out an order."""
 
-    def answer(self, number: int, data: bytes | None, error: tuple[str, str] | None) -> None:
+    def answer(self, number: int, data: bytes, error: tuple[str, str] | None) -> None:
         """Pass the answer to a question on to its rank."""
 
 

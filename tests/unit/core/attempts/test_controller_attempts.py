@@ -7,7 +7,8 @@ from functools import partial
 import pytest
 
 from memstore.core.cluster.facts import AttemptOpened
-from memstore.core.wire.messages import CallReceived, HostUp, Report
+from memstore.core.wire.calls import Called
+from memstore.core.wire.messages import HostUp, Received
 from memstore.core.wire.reports import RankArrived
 from memstore.testing.controller.holder import FakeHolder, FakeRank
 from memstore.testing.controller.world import JOB, ControllerWorld
@@ -247,7 +248,7 @@ def test_two_launches_at_once_get_two_numbers() -> None:
             "job": JOB, "rank": 0, "world_size": 1, "nonce": f"x{key}", "key": key, "pid": 1, "launcher": "l",
             "fresh": False, "takeover": False, "config": world.config,
         }  # fmt: skip
-        machine.handle(world.now, CallReceived("h0", 100 + number, request_of("join", body)))
+        machine.handle(world.now, Received("h0", Called(id=100 + number, call=request_of("join", body))))
     assert [fact.attempt for fact in machine.parts.journal.log.unapplied()] == [1, 2]  # type: ignore[union-attr]
 
 
@@ -326,7 +327,7 @@ def test_a_rank_that_died_unseen_does_not_count_as_alive(new: str) -> None:
             world.return_host(host)
     world.run(8.0)
     assert ranks_alive(world) == 1
-    world.served.handle(0.0, Report("h1", RankArrived(nonce=ranks[1].nonce)))
+    world.served.handle(0.0, Received("h1", RankArrived(nonce=ranks[1].nonce)))
     assert ranks_alive(world) == 2
 
 

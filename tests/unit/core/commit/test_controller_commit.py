@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from memstore.core.wire.messages import FactAck, SendOrder
+from memstore.core.wire.messages import Received, SendOrder
 from memstore.core.wire.orders import RaiseLevel
+from memstore.core.wire.reports import FactsWritten
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import ControllerWorld
 from recovery.inventory import StepId
@@ -41,11 +42,11 @@ def test_no_ticket_rises_before_the_fact_has_spread() -> None:
     world.get(ranks)
     world.reserve(ranks)
     machine = world.served
-    acks: list[FactAck] = []
+    acks: list[Received] = []
     handle = machine.handle
 
     def without_acks(now: float, event: object) -> list[object]:
-        if isinstance(event, FactAck) and event.host_id != "h0":
+        if isinstance(event, Received) and isinstance(event.message, FactsWritten) and event.host_id != "h0":
             acks.append(event)
             return []
         return handle(now, event)  # type: ignore[arg-type, return-value]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memstore.core.wire.orders import AbandonStep, JournalAppend
+from memstore.core.wire.orders import AbandonStep, WriteJournal
 from memstore.testing.controller.holder import FakeRank
 from memstore.testing.controller.world import ControllerWorld
 from recovery.inventory import StepId
@@ -207,7 +207,7 @@ def test_no_rank_is_sent_a_skip_before_its_fact_is_replicated() -> None:
     world.skip(ranks[1], 1)
     world.run(1.0)
     for holder in world.holders.values():
-        holder.instead[JournalAppend] = lambda _: None  # the next fact is on its way
+        holder.instead[WriteJournal] = lambda _: None  # the next fact is on its way
     world.skip(ranks[1], 2)
     world.run(0.2)
     assert ranks[1].resume_step == 4
@@ -221,7 +221,7 @@ def test_no_rank_is_sent_a_skip_before_its_fact_is_replicated() -> None:
 
     for holder in world.holders.values():
         holder.instead.clear()
-        for order in holder.received(JournalAppend):
+        for order in holder.received(WriteJournal):
             holder.carry_out(order)
     world.run(1.0)
     assert ranks[0].tickets[3] == "skipped"

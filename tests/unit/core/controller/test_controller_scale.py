@@ -17,8 +17,8 @@ from memstore.core.journal.fact_log import FactLog
 from memstore.core.repair.repair import LOOKS_MAX, Repair
 from memstore.core.repair.substitutes import Substitutes
 from memstore.core.targets.targets import ClusterView
-from memstore.core.wire.calls import RollCall
-from memstore.core.wire.messages import CallReceived, HostBeat, Tick
+from memstore.core.wire.calls import Called, RollCall
+from memstore.core.wire.messages import HostBeat, Received, Tick
 from memstore.testing.controller.fleet import JOB, ControllerFleet
 from memstore.testing.requests import request_of
 from recovery.inventory import ShardId
@@ -156,16 +156,19 @@ def test_ranks_that_wait_for_their_launch_ask_all_at_once_and_are_looked_at_once
     looks = counted(monkeypatch, launches, "_gathering")
     for rank in range(16):
         fleet.handle(
-            CallReceived(fleet.hosts[0], 1000 + rank, request_of("join", {**join, "rank": rank, "nonce": f"m{rank}"}))
+            Received(
+                fleet.hosts[0],
+                Called(id=1000 + rank, call=request_of("join", {**join, "rank": rank, "nonce": f"m{rank}"})),
+            )
         )
     for rank in range(16):
         asked += fleet.machine.handle(
-            fleet.now, CallReceived(fleet.hosts[0], 2000 + rank, RollCall(job="next", of="join"))
+            fleet.now, Received(fleet.hosts[0], Called(id=2000 + rank, call=RollCall(job="next", of="join")))
         )
     assert {answer.reply.awaited for answer in asked} == {"rank 16"}
     assert looks == [1]
     fleet.handle(Tick())
-    fleet.handle(CallReceived(fleet.hosts[0], 3000, RollCall(job="next", of="join")))
+    fleet.handle(Received(fleet.hosts[0], Called(id=3000, call=RollCall(job="next", of="join"))))
     assert looks == [2]
 
 

@@ -12,7 +12,7 @@ from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import answers
 from memstore.core.wire.calls import ReadStep
 from memstore.core.wire.codec import encode
-from memstore.core.wire.rank_messages import AskAnswered, AskRefused
+from memstore.core.wire.orders import CallAnswered
 from memstore.core.wire.replies import NothingStored
 from memstore.testing.requests import request_of
 
@@ -30,7 +30,7 @@ class Link:
     pins: dict[int, Any] = field(default_factory=dict)
 
 
-def answered(link: Link, data: bytes | None, error: tuple[str, str] | None = None) -> list[tuple[Any, ...]]:
+def answered(link: Link, data: bytes, error: tuple[str, str] | None = None) -> list[tuple[Any, ...]]:
     """Return the calls for an answer to the process OWNER, while this link is in the table."""
     io = ScriptedIo()
     table: dict[str, Any] = io.state.ranks.links
@@ -43,7 +43,7 @@ def answered(link: Link, data: bytes | None, error: tuple[str, str] | None = Non
 def test_an_answer_goes_to_the_link_on_which_its_process_is_connected() -> None:
     """Under the rank's own number of the call."""
     link: Any = Link()
-    assert answered(link, REPLY) == [("send_to_rank", link, AskAnswered(id=5, reply=REPLY))]
+    assert answered(link, REPLY) == [("send_to_rank", link, CallAnswered(id=5, reply=REPLY))]
 
 
 @pytest.mark.parametrize("link", [Link(owner=Owner(8, 1, 1)), Link(nonce="m")])
@@ -54,12 +54,12 @@ def test_no_other_process_or_store_gets_the_answer(link: Link) -> None:
 
 def test_an_error_of_the_controller_is_passed_on() -> None:
     """With its name, by which the rank raises it again."""
-    [(_, _, message)] = answered(Link(), None, ("WorldSizeError", "4 ranks, not 8"))
-    assert message == AskRefused(id=5, error="WorldSizeError", message="4 ranks, not 8")
+    [(_, _, message)] = answered(Link(), b"", ("WorldSizeError", "4 ranks, not 8"))
+    assert message == CallAnswered(id=5, reply=b"", error=("WorldSizeError", "4 ranks, not 8"))
 
 
 def test_an_answer_that_cannot_be_read_is_answered_all_the_same() -> None:
     """The call is taken out, so the rank would wait for its whole limit."""
     [(noted, *_), (_, _, message)] = answered(Link(), b"?")
     assert noted == "unexpected"
-    assert (message.id, message.error) == (5, "InternalError")
+    assert (message.id, message.error[0]) == (5, "InternalError")

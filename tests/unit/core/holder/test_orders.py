@@ -23,17 +23,12 @@ from memstore.core.wire.orders import (
     CallAnswered,
     ChunkRange,
     DropJob,
-    DropNumber,
     DurablePlace,
     EchoClock,
     Fence,
     FreeCopies,
     Grow,
     HostNews,
-    JournalAppend,
-    JournalKeep,
-    JournalPage,
-    JournalReplace,
     Lineage,
     ListMarkers,
     Order,
@@ -48,7 +43,9 @@ from memstore.core.wire.orders import (
     SlicesOfShard,
     StageShard,
     TakeIncarnation,
+    TermNumber,
     VerifyCopies,
+    WriteJournal,
     WriteMarker,
     WriteSlices,
 )
@@ -81,7 +78,7 @@ BEGUN: list[tuple[Order, Lane, Callable[..., Any]]] = [  # each is given the ord
     (ReadShard(**BRING, read=7, reader="n"), Lane("stage"), stage.run),
     (ReadChunks(**BRING, read=7, chunks=(ChunkRange(0, 1),), is_repair=False), Lane("stage"), stage.run),
     (AbandonStep(job="job", attempt=1, step=2, level="skipped", reason="", resume=3), Lane("drop"), drop.abandon),
-    (FreeCopies(shards=ROWS, number=DropNumber(1, 2)), Lane("drop"), drop.free),
+    (FreeCopies(shards=ROWS, number=TermNumber(1, 2)), Lane("drop"), drop.free),
     (DropJob(job="job", attempt=1, shards=ROWS), Lane("drop"), drop.drop_job),
     (VerifyCopies(call=9, job="job"), Lane("verify"), orders._verify),
     (MARKER, WRITE, persist.marker),
@@ -95,13 +92,10 @@ BEGUN_WITH: list[tuple[Order, Lane, Callable[..., Any], tuple[Any, ...]]] = [
     (REPAIR, Lane("repair"), push.run, (push.Push(SHARD, DIGEST, "b", is_repair=True),)),
 ]
 SESSION: list[Order] = [
-    JournalPage(records=()),
-    JournalAppend(records=(), seq=1),
-    JournalReplace(records=(), seq=1),
-    JournalKeep(places=(), short=(), seq=1),
+    WriteJournal(keep=None, records=(), seq=1),
     EchoClock(clock_s=1.0),
     TakeIncarnation(above=1),
-    CallAnswered(id=1, reply=b"", error=None),
+    CallAnswered(id=1, reply=b""),
 ]
 AT_ONCE = {PushTargets, OrderCheck, RaiseLevel}  # and slices, which are begun one by one
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from memstore.core.cluster import facts as f
 from memstore.core.journal import records as r
-from memstore.core.wire.orders import JournalAppend, JournalKeep, JournalReplace, RecordPlace
+from memstore.core.wire.orders import TermNumber, WriteJournal
 from memstore.errors import ProtocolError
 from memstore.testing.fuzz.message_samples import sample
 
@@ -133,9 +133,9 @@ def test_a_record_that_unpacks_to_more_than_a_fact_may_have_is_refused(monkeypat
 
 
 def test_an_order_rewrites_a_journal_appends_to_it_or_keeps_a_part() -> None:
-    """The three kinds of journal orders."""
+    """By which records it keeps: all, none, or those at some places."""
     a, b, c = (r.Entry(1, seq, f.JobRemoved(f"job{seq}")).record for seq in (1, 2, 3))
-    assert r.journal_after([a], JournalAppend(records=(b, c), seq=3)) == [a, b, c]
-    assert r.journal_after([a], JournalReplace(records=(b,), seq=2)) == [b]
-    places = (RecordPlace(1, 3), RecordPlace(1, 1), RecordPlace(2, 2))
-    assert r.journal_after([a, b, c], JournalKeep(places=places, short=(), seq=3)) == [a, c]
+    assert r.journal_after([a], WriteJournal(keep=None, records=(b, c), seq=3)) == [a, b, c]
+    assert r.journal_after([a], WriteJournal(keep=(), records=(b,), seq=2)) == [b]
+    places = (TermNumber(1, 3), TermNumber(1, 1), TermNumber(2, 2))
+    assert r.journal_after([a, b, c], WriteJournal(keep=places, records=(), seq=3)) == [a, c]

@@ -15,7 +15,7 @@ from memstore.core.report.recorder import EventRecorder
 from memstore.core.wire.calls import AskEvents
 from memstore.core.wire.codec import encode
 from memstore.core.wire.ids import WireCopy
-from memstore.core.wire.messages import HostBeat, Report
+from memstore.core.wire.messages import HostBeat, Received
 from memstore.core.wire.replies import Events, decode_passed
 from memstore.core.wire.reports import PutTimes, Sealed
 from memstore.testing.controller.holder import host_stats
@@ -236,7 +236,7 @@ def test_a_seal_that_is_reported_again_after_its_commit_is_no_step_of_its_own() 
     world, ranks = trained(2, last=2)
     shard = next(s for s in world.holders["h0"].copies if s.rank == 0 and s.step == 2)
     copy = WireCopy.of(world.holders["h0"].copies[shard])
-    world._handle(Report("h0", Sealed(copy=copy, put=PutTimes(stall_s=0.1, age_s=0.2))))
+    world._handle(Received("h0", Sealed(copy=copy, put=PutTimes(stall_s=0.1, age_s=0.2))))
     assert world.put_all(ranks, 3)
     assert not events_of_kind(world, "superseded")
     assert [row["step"] for row in events_of_kind(world, "put")] == [1, 2, 3]
@@ -255,7 +255,7 @@ def test_nonsense_from_a_rank_is_counted_as_nothing(stall_s: float, age_s: float
     """What a rank measured decides nothing and breaks nothing."""
     world, ranks = trained(2)
     [copy] = [c for s, c in world.holders["h0"].copies.items() if s.rank == 0 and c.host == "h0"]
-    world._handle(Report("h0", Sealed(copy=WireCopy.of(copy), put=PutTimes(stall_s=stall_s, age_s=age_s))))
+    world._handle(Received("h0", Sealed(copy=WireCopy.of(copy), put=PutTimes(stall_s=stall_s, age_s=age_s))))
     putting = world.served.parts.recorder.puts.get((JOB, StepId(1, 1)))
     assert putting is None or putting.stalls_s == {0: 0.0}
     assert world.put_all(ranks, 2)

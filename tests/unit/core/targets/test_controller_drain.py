@@ -9,7 +9,7 @@ import pytest
 
 from memstore.core.targets.drain import OVERDUE_S
 from memstore.core.wire.ids import WireCopy
-from memstore.core.wire.messages import DrainsSeen, Report
+from memstore.core.wire.messages import DrainsSeen, Received
 from memstore.core.wire.reports import Sealed
 from memstore.testing.controller.holder import FakeRank
 from memstore.testing.controller.trained import trained
@@ -339,7 +339,7 @@ def test_two_copies_on_one_machine_are_one_elsewhere() -> None:
     assert world.put_all([rank], 1)
     [copy] = [copy for host, copy in world.job().copies[StepId(1, 1)][0].items() if host == "h0"]
     for name in ("h1", "h2"):
-        world._handle(Report(name, Sealed(copy=WireCopy.of(copy), put=None)))
+        world._handle(Received(name, Sealed(copy=WireCopy.of(copy), put=None)))
     departures = world.served.parts.departures
     ask(world, rank, "drain", host="h0", within_s=300.0)
     world.run(1.0)

@@ -12,13 +12,9 @@ from memstore.core.journal.records import entry_from_record
 from memstore.core.wire.orders import (
     Fence,
     HostNews,
-    JournalAppend,
-    JournalKeep,
-    JournalOrder,
-    JournalPage,
-    JournalReplace,
     PushTargets,
     Reserve,
+    WriteJournal,
 )
 from memstore.testing.controller.world import JOB, ControllerWorld
 from recovery.inventory import StepId
@@ -87,7 +83,7 @@ def test_hosts_that_join_together_are_one_word_to_the_others() -> None:
         world.add_host(f"h{number}", {})
     world.run(2.0)
     holder = world.holders["h0"]
-    facts = [[entry_from_record(record).fact for record in order.records] for order in holder.received(JournalAppend)]
+    facts = [[entry_from_record(record).fact for record in order.records] for order in holder.received(WriteJournal)]
     joined = [fact for group in facts for fact in group if isinstance(fact, HostsJoined)]
     assert sorted(host for fact in joined for host in fact.labels) == sorted(f"h{number}" for number in range(2, 12))
     assert len(facts) <= 2
@@ -111,9 +107,9 @@ def test_a_successor_sends_no_process_what_his_journal_has() -> None:
     del world.holders["h2"].journal[-2:]
     world.crash_controller()
     world.run(6.0)
-    orders = {host: [o for o in h.orders if isinstance(o, JournalOrder)] for host, h in world.holders.items()}
-    assert all(isinstance(found[0], JournalAppend) for found in orders.values())
-    assert {host: len(world.holders[host].received(JournalAppend)[0].records) for host in orders} == {
+    orders = {host: [o for o in h.orders if isinstance(o, WriteJournal)] for host, h in world.holders.items()}
+    assert all(found[0].keep is None for found in orders.values())
+    assert {host: len(orders[host][0].records) for host in orders} == {
         "h0": 0, "h1": 0, "h2": 2,
     }  # fmt: skip
     entries = [entry.record for entry in world.served.parts.journal.log.entries]
@@ -126,7 +122,7 @@ def test_a_journal_with_other_facts_between_is_written_again() -> None:
     del world.holders["h2"].journal[2]
     world.crash_controller()
     world.run(6.0)
-    assert sent_to(world, "h2", JournalReplace)
+    assert any(order.keep == () for order in sent_to(world, "h2", WriteJournal))
     assert world.holders["h2"].journal == [entry.record for entry in world.served.parts.journal.log.entries]
 
 
@@ -139,7 +135,7 @@ def test_journals_shrink_without_being_sent_again(monkeypatch: pytest.MonkeyPatc
     for step in range(1, 40):
         assert world.put_all(ranks, step)
     world.run(1.0)
-    assert len(world.holders["h1"].received(JournalKeep)) >= 2
+    assert sum(bool(order.keep) for order in world.holders["h1"].received(WriteJournal)) >= 2
     assert sum(map(len, world.holders["h1"].journal)) <= 3 * (4 << 10)
     newest = {entry_from_record(record).seq for record in world.holders["h1"].journal}
     assert {entry.seq for entry in world.served.parts.journal.log.entries} <= newest
@@ -172,8 +168,9 @@ def test_journals_are_written_again_as_a_whole_or_not_at_all(monkeypatch: pytest
         holder.orders.clear()
     world.return_host("h2")
 
-    def pages() -> list[JournalPage]:
-        return [page for host in ("h0", "h1") for page in world.holders[host].received(JournalPage)]
+    def pages() -> list[WriteJournal]:
+        found = [order for host in ("h0", "h1") for order in world.holders[host].received(WriteJournal)]
+        return [order for order in found if order.has_more]
 
     assert world.run_until(lambda: len(pages()) >= 2, 5.0)
     world.crash_controller(restart_after_s=None)
