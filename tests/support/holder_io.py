@@ -27,7 +27,7 @@ from memstore.core.wire.calls import RankCall
 from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.orders import DurablePlace
-from memstore.core.wire.peer_messages import CopySealed, WholeShard
+from memstore.core.wire.peer_messages import HasCopy, WholeShard
 from memstore.core.wire.replies import HostVerified
 from memstore.core.wire.reports import Report
 from recovery.inventory import ShardId, ShardSpec, StepId
@@ -163,7 +163,7 @@ class ScriptedIo:
         return lambda: True
 
     async def send_whole(self, peer: Peer, source: PushSource, request: WholeShard, *, is_repair: bool) -> WholeReply:
-        return CopySealed()
+        return HasCopy()
 
     async def read_manifest(self, *given: Any) -> bytes:
         return b"manifest"

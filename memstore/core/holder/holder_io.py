@@ -20,7 +20,7 @@ from memstore.core.holder.link import Link
 from memstore.core.wire.codec import Request
 from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.orders import DurablePlace, Lineage
-from memstore.core.wire.peer_messages import ChunksMissing, CopySealed, HasCopy, Refused, WholeShard
+from memstore.core.wire.peer_messages import ChunksLacking, HasCopy, Refused, WholeShard
 from memstore.core.wire.rank_messages import HolderEvent, PutReady, SlotSample
 from memstore.core.wire.replies import HostVerified
 from memstore.core.wire.reports import MarkerRow
@@ -28,7 +28,7 @@ from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
 
 P = ParamSpec("P")
 T = TypeVar("T")
-WholeReply = CopySealed | HasCopy | ChunksMissing | Refused
+WholeReply = HasCopy | ChunksLacking | Refused
 CALL_TIMEOUT_S = 30.0
 
 

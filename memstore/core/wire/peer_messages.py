@@ -3,10 +3,10 @@
 A connection carries one request at a time: a CALL frame, answered by a REPLY frame with what the request names, or by
 an ERROR frame (`error_message.py`). Chunks travel between the two, in CHUNK frames:
 
-    Offer --Admitted--> ChunkBatch --ChunksWanted--> CHUNK frames --BatchReceived--> ... --> Seal --CopySealed-->
-      '--HasCopy, Refused-->         '--NoIncoming-->                                         '--ChunksMissing--> again
-    WholeShard, with all chunks of a small shard --CopySealed, HasCopy, Refused--> or --ChunksMissing--> ChunkBatch ...
-    FetchChunks --> CHUNK frames --ChunksSent-->
+    Offer --Done--> ChunkBatch --ChunksLacking--> CHUNK frames --Done--> ... --> Seal --HasCopy-->
+      '--HasCopy, Refused--> '--Refused-->                                        '--ChunksLacking--> again
+    WholeShard, with all chunks of a small shard --HasCopy, Refused--> or --ChunksLacking--> ChunkBatch ...
+    FetchChunks --> CHUNK frames --Done-->
 """
 
 from __future__ import annotations
@@ -43,43 +43,22 @@ class Done(Message, frozen=True, tag="done"):
 
 
 class Refused(Message, frozen=True, tag="refused"):
-    """The holder does not take the shard."""
+    """The holder does not take the shard, or chunks of it: it was aborted, fenced or never offered, or has no room."""
 
     why: str
     is_final: bool
     """Waiting cannot help: the sender gives up."""
 
 
-class Admitted(Message, frozen=True, tag="admitted"):
-    """An incoming replica of the shard is open: its chunks may come."""
-
-
 class HasCopy(Message, frozen=True, tag="has_copy"):
-    """The holder has a whole copy of the shard: nothing is to be sent."""
+    """The holder has a whole copy of the shard, which counts: nothing is to be sent."""
 
 
-class NoIncoming(Message, frozen=True, tag="no_incoming"):
-    """The shard has no incoming replica for these chunks: it was aborted or fenced, or never offered."""
+class ChunksLacking(Message, frozen=True, tag="lacking"):
+    """The holder lacks these chunks of the shard: they are to be sent, in this order, or again.
 
-
-class ChunksWanted(Message, frozen=True, tag="wanted"):
-    """The chunks of a batch that the receiver lacks, to be sent in this order. In an EVENT frame, before the reply."""
-
-    chunks: tuple[Unsigned, ...]
-
-
-class BatchReceived(Message, frozen=True, tag="received"):
-    """The batch has come, but for chunks that arrived damaged or found no slot."""
-
-    damaged: tuple[Unsigned, ...]
-
-
-class CopySealed(Message, frozen=True, tag="sealed"):
-    """The copy is whole and counts."""
-
-
-class ChunksMissing(Message, frozen=True, tag="missing"):
-    """The copy cannot be sealed: these chunks are to be sent again."""
+    Of a batch it says so in an EVENT frame, before its reply.
+    """
 
     chunks: tuple[Unsigned, ...]
 
@@ -90,18 +69,6 @@ class ManifestFound(Message, frozen=True, tag="manifest_found"):
     manifest: bytes
 
 
-class ChunksSent(Message, frozen=True, tag="sent"):
-    """All chunks asked for have been sent but these, which the holder lacks."""
-
-    lacking: tuple[Unsigned, ...]
-
-
-class Verified(Message, frozen=True, tag="verified"):
-    """The holder has digested its copy again and lacks these chunks; if any, the controller is sent the same (R25)."""
-
-    missing: tuple[Unsigned, ...]
-
-
 class IncomingRequest(Request[R], Generic[R], frozen=True, kw_only=True):
     """The base of what concerns a shard that a peer sends here."""
 
@@ -110,7 +77,7 @@ class IncomingRequest(Request[R], Generic[R], frozen=True, kw_only=True):
     """The host that sends it: the one that proved to be the peer."""
 
 
-class Offer(IncomingRequest[Admitted | HasCopy | Refused], frozen=True, tag="offer"):
+class Offer(IncomingRequest[Done | HasCopy | Refused], frozen=True, tag="offer"):
     """Ask the holder to admit a shard before a byte of it travels (R10, R13)."""
 
     digest: Digest | None
@@ -120,20 +87,20 @@ class Offer(IncomingRequest[Admitted | HasCopy | Refused], frozen=True, tag="off
     chunks_count: Unsigned
 
 
-class ChunkBatch(IncomingRequest[BatchReceived | NoIncoming], frozen=True, tag="chunks"):
+class ChunkBatch(IncomingRequest[Done | Refused], frozen=True, tag="chunks"):
     """Announce chunks of an offered shard; those that the holder wants follow."""
 
     chunks: tuple[OfferedChunk, ...]
 
 
-class Seal(IncomingRequest[CopySealed | ChunksMissing | Refused], frozen=True, tag="seal"):
+class Seal(IncomingRequest[HasCopy | ChunksLacking | Refused], frozen=True, tag="seal"):
     """Make a copy of the incoming replica: its manifest names the chunks (R7, R14)."""
 
     manifest: bytes
 
 
 class WholeShard(
-    IncomingRequest[CopySealed | HasCopy | ChunksMissing | Refused], frozen=True, kw_only=True, tag="whole_shard"
+    IncomingRequest[HasCopy | ChunksLacking | Refused], frozen=True, kw_only=True, tag="whole_shard"
 ):  # fmt: skip
     """Make a copy of a small shard in one request: the bulk of its frame is all chunks, in order (R13)."""
 
@@ -153,16 +120,19 @@ class FetchManifest(Request[ManifestFound], frozen=True, tag="fetch_manifest"):
     digest: Digest
 
 
-class FetchChunks(Request[ChunksSent], frozen=True, tag="fetch_chunks"):
-    """Ask for chunks of a shard, which come in this order."""
+class FetchChunks(Request[Done], frozen=True, tag="fetch_chunks"):
+    """Ask for chunks of a shard, which come in this order; one that the holder lacks comes with size 0."""
 
     shard: WireShard
     digest: Digest
     chunks: tuple[Unsigned, ...]
 
 
-class Verify(Request[Verified], frozen=True, tag="verify"):
-    """Ask the holder to digest its copy again: chunks of it arrived damaged, or a rank is about to fetch them."""
+class Verify(Request[ChunksLacking], frozen=True, tag="verify"):
+    """Ask the holder to digest its copy again: chunks of it arrived damaged, or a rank is about to fetch them.
+
+    If it lacks any, the controller is sent the same (R25).
+    """
 
     shard: WireShard
     digest: Digest
@@ -179,4 +149,4 @@ PeerRequest = Offer | ChunkBatch | Seal | WholeShard | Abort | FetchManifest | F
 decode_request: Decoder[PeerRequest] = Decoder(PeerRequest)
 decode_run: Decoder[ChunkRun] = Decoder(ChunkRun)
 decode_chunks: Decoder[ChunkRun] = Decoder(ChunkRun)
-decode_wanted: Decoder[ChunksWanted] = Decoder(ChunksWanted)
+decode_lacking: Decoder[ChunksLacking] = Decoder(ChunksLacking)

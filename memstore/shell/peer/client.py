@@ -25,14 +25,13 @@ from memstore.core.wire.handshake import Identity
 from memstore.core.wire.ids import Endpoint, WireShard
 from memstore.core.wire.peer_messages import (
     ChunkBatch,
-    ChunksMissing,
-    CopySealed,
+    ChunksLacking,
     FetchChunks,
     HasCopy,
     OfferedChunk,
     Refused,
     WholeShard,
-    decode_wanted,
+    decode_lacking,
 )
 from memstore.errors import PeerRefused, PeerTimeout, PeerUnreachable, ProtocolError
 from memstore.shell.net.channel import Channel, SendGate
@@ -227,10 +226,10 @@ class Peer:
     def send_whole(
         self, shipment: OutgoingReplica, request: WholeShard, *, throttle: Throttle | None,
         gate: SendGate | None = None,
-    ) -> CopySealed | HasCopy | ChunksMissing | Refused:  # fmt: skip
+    ) -> HasCopy | ChunksLacking | Refused:  # fmt: skip
         """Send a shard with its manifest in one request. PeerRefused, TransportError; arguments as `send_chunks`."""
 
-        def send(channel: Channel) -> CopySealed | HasCopy | ChunksMissing | Refused:
+        def send(channel: Channel) -> HasCopy | ChunksLacking | Refused:
             views = [view for i in range(len(shipment.sizes)) if (view := shipment.view(i)) is not None]
             if len(views) < len(shipment.sizes):
                 raise PeerRefused("one of its chunks went bad here", is_final=True)
@@ -265,8 +264,9 @@ class Peer:
                 raise PeerRefused(str(decode_error(answer.data).rebuilt()), is_final=False)
             if answer.kind is not Kind.EVENT:
                 reply = decode_reply(request, answer.data)
-                raise PeerRefused(f"host {self.host_id} wants no chunk: {type(reply).__name__}", is_final=False)
-            lack = decode_wanted(answer.data).chunks
+                why = reply.why if isinstance(reply, Refused) else "it lacks none"
+                raise PeerRefused(f"host {self.host_id} wants no chunk: {why}", is_final=False)
+            lack = decode_lacking(answer.data).chunks
             if not set(batch).issuperset(lack):
                 raise ProtocolError(f"{channel.peer} asks for chunks {lack[:64]}, which were not offered to it")
             is_slow = throttle is not None or gate is not None or bool(self._pacing.bytes_per_s)

@@ -20,26 +20,19 @@ from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import HolderIdentity
 from memstore.core.wire.peer_messages import (
     Abort,
-    Admitted,
-    BatchReceived,
     ChunkBatch,
-    ChunksMissing,
-    ChunksSent,
-    ChunksWanted,
-    CopySealed,
+    ChunksLacking,
     Done,
     FetchChunks,
     FetchManifest,
     HasCopy,
     IncomingRequest,
     ManifestFound,
-    NoIncoming,
     Offer,
     PeerRequest,
     Ping,
     Refused,
     Seal,
-    Verified,
     Verify,
     WholeShard,
     decode_request,
@@ -168,7 +161,7 @@ class PeerServer:
 
     # -- receiving ----------------------------------------------------------------------------
 
-    def _offer(self, channel: Channel, offer: Offer) -> Admitted | HasCopy | Refused:
+    def _offer(self, channel: Channel, offer: Offer) -> Done | HasCopy | Refused:
         """Admit or refuse a shard before a byte of it travels (R10, R13)."""
         shard, sender, attempt = offer.shard.id, offer.sender, offer.attempt
         count, slots_count = offer.chunks_count, len(self.replicas.table.slots)
@@ -199,21 +192,20 @@ class PeerServer:
             return Refused(why=why, is_final=False)
         with self.lock:
             self.incoming[sender, shard] = Incoming(replica, self._life(channel), self.replicas.clock.monotonic())
-        return Admitted()
+        return Done()
 
-    def _chunks(self, channel: Channel, request_id: int, batch: ChunkBatch) -> BatchReceived | NoIncoming:
+    def _chunks(self, channel: Channel, request_id: int, batch: ChunkBatch) -> Done | Refused:
         """Say which chunks are lacking, then receive each straight into a slot and check its digest (R14)."""
         shard, sender = batch.shard.id, batch.sender
         replica = self.replicas.index.find_incoming(sender, shard)
         if replica is None:
-            return NoIncoming()
+            return Refused(why="no such incoming replica", is_final=False)
         want = self._named(batch, len(replica.slots))
         with self.lock:
             incoming = self.incoming.setdefault((sender, shard), Incoming(replica, self._life(channel), 0.0))
             incoming.last_frame_s = self.replicas.clock.monotonic()
         lack = self.replicas.expect(replica, want, [c.digest for c in batch.chunks], [c.nbytes for c in batch.chunks])
-        channel.send(Kind.EVENT, request_id, ChunksWanted(chunks=tuple(lack)), deadline_s=REPLY_TIMEOUT_S)
-        damaged: list[int] = []
+        channel.send(Kind.EVENT, request_id, ChunksLacking(chunks=tuple(lack)), deadline_s=REPLY_TIMEOUT_S)
         while lack:
             with self._receiving(incoming):
                 run = receive_run(
@@ -222,9 +214,8 @@ class PeerServer:
                 )  # fmt: skip
             incoming.last_frame_s = self.replicas.clock.monotonic()
             self.received_bytes += run.nbytes
-            damaged += run.bad
             lack = lack[run.answered :]
-        return BatchReceived(damaged=tuple(damaged))
+        return Done()
 
     @contextlib.contextmanager
     def _receiving(self, incoming: Incoming) -> Iterator[None]:
@@ -258,7 +249,7 @@ class PeerServer:
         except CapacityError:
             return []
 
-    def _seal(self, seal: Seal) -> CopySealed | ChunksMissing | Refused:
+    def _seal(self, seal: Seal) -> HasCopy | ChunksLacking | Refused:
         """Seal a complete copy with its manifest (R7, R14)."""
         shard, sender = seal.shard.id, seal.sender
         manifest = decode_manifest(seal.manifest)
@@ -266,7 +257,7 @@ class PeerServer:
         if replica is None:
             known = self.replicas.index.find(shard, shard_digest(seal.manifest))
             if known is not None and not known.missing and not known.is_doomed:
-                return CopySealed()  # the answer was lost, and the request came again
+                return HasCopy()  # the answer was lost, and the request came again
             return Refused(why="no such incoming replica: it was aborted or fenced", is_final=True)
         if manifest.shard != shard or [c.digest for c in manifest.chunks] != replica.digests:
             self._abort(seal)
@@ -275,20 +266,20 @@ class PeerServer:
             self._abort(seal)
             return Refused(why=f"attempt {replica.attempt} is fenced here", is_final=True)
         if replica.missing:
-            return ChunksMissing(chunks=tuple(replica.missing))
+            return ChunksLacking(chunks=tuple(replica.missing))
         try:
             stored = self.replicas.finish(sender, seal.manifest, manifest)
         except IntegrityError as exc:  # aborted, or one of its slots went bad, since we looked; or it contradicts them
             if replica.missing:
-                return ChunksMissing(chunks=tuple(replica.missing))
+                return ChunksLacking(chunks=tuple(replica.missing))
             self._abort(seal)
             return Refused(why=str(exc), is_final=True)
         with self.lock:
             self.incoming.pop((sender, shard), None)
         self.on_sealed(Copy(shard, stored.spec, self.host_id))
-        return CopySealed()
+        return HasCopy()
 
-    def _whole(self, channel: Channel, whole: WholeShard) -> CopySealed | HasCopy | ChunksMissing | Refused:
+    def _whole(self, channel: Channel, whole: WholeShard) -> HasCopy | ChunksLacking | Refused:
         """Admit, receive and seal a small shard whose chunks came with the request (R13)."""
         manifest = decode_manifest(whole.manifest)
         sizes = [chunk.nbytes for chunk in manifest.chunks]
@@ -300,9 +291,9 @@ class PeerServer:
         )  # fmt: skip
         reply = self._offer(channel, offer)
         replica = self.replicas.index.find_incoming(whole.sender, whole.shard.id)
-        if not isinstance(reply, Admitted) or replica is None:
+        if not isinstance(reply, Done) or replica is None:
             channel.skip_bulk(timeout_s=CHUNK_TIMEOUT_S)
-            return reply if not isinstance(reply, Admitted) else Refused(why="it was aborted", is_final=False)
+            return reply if not isinstance(reply, Done) else Refused(why="it was aborted", is_final=False)
         self.replicas.expect(replica, range(len(sizes)), [chunk.digest for chunk in manifest.chunks], sizes)
         run = receive_bulk(
             channel, self.replicas, replica, range(len(sizes)), sizes, take=self._take, damage=self.damage,
@@ -310,7 +301,7 @@ class PeerServer:
         )  # fmt: skip
         self.received_bytes += run.nbytes
         if run.bad:
-            return ChunksMissing(chunks=tuple(run.bad))
+            return ChunksLacking(chunks=tuple(run.bad))
         return self._seal(Seal(shard=whole.shard, sender=whole.sender, manifest=whole.manifest))
 
     def _abort(self, request: Abort | Seal) -> Done:
@@ -374,7 +365,7 @@ class PeerServer:
         finally:
             self.replicas.unpin(stored, pin)
 
-    def _verify(self, request: Verify) -> Verified:
+    def _verify(self, request: Verify) -> ChunksLacking:
         """Check a replica after a peer got damaged bytes or none, or chunks that a rank is to fetch (R23, R25)."""
         stored, pin = self._pinned(request)
         try:
@@ -383,22 +374,20 @@ class PeerServer:
             self.replicas.unpin(stored, pin)
         if missing or request.chunks is None:
             self.on_sealed(Copy(stored.shard, stored.spec, self.host_id, frozenset(missing)))
-        return Verified(missing=tuple(missing))
+        return ChunksLacking(chunks=tuple(missing))
 
-    def _fetch(self, channel: Channel, request_id: int, request: FetchChunks, is_reader: bool) -> ChunksSent:
+    def _fetch(self, channel: Channel, request_id: int, request: FetchChunks, is_reader: bool) -> Done:
         """Send chunks from where they lie; the receiver checks every digest after they left (R7)."""
         stored, pin = self._pinned(request, is_reader=is_reader)
-        lacking: list[int] = []
         try:
             want = request.chunks
             sizes = [stored.spec.chunk_nbytes(i) if i < len(stored.slots) else 0 for i in want]
             for part in runs(sizes):
                 views = [self.replicas.chunk_view(stored, i) if i < len(stored.slots) else None for i in want[part]]
-                lacking += [i for i, view in zip(want[part], views, strict=True) if view is None]
                 send_run(channel, request_id, views, timeout_s=CHUNK_TIMEOUT_S)
         finally:
             self.replicas.unpin(stored, pin)
-        return ChunksSent(lacking=tuple(lacking))
+        return Done()
 
 
 def _requests(channel: Channel) -> Iterator[tuple[int, PeerRequest]]:

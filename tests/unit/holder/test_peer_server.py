@@ -18,7 +18,7 @@ from memstore.core.wire.codec import Message, encode
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import HolderIdentity
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.peer_messages import Abort, Admitted, Done, HasCopy, Offer, Ping, Refused
+from memstore.core.wire.peer_messages import Abort, Done, HasCopy, Offer, Ping, Refused
 from memstore.errors import PeerUnreachable
 from memstore.shell.arena.host_store import open_store
 from memstore.shell.net.channel import Channel, Frame
@@ -91,12 +91,12 @@ def test_two_offers_at_once_share_no_room(
     monkeypatch.setattr(replicas.index, "peer_refusal", refusal)
     answers.append(offer(server, "b", ShardId("job", 1, 7, 1)))
     second, first = answers
-    assert first == Admitted()
+    assert first == Done()
     assert isinstance(second, Refused)
     assert not second.is_final
     assert len(replicas.index.incoming) == 1
     server._abort(Abort(sender="b", shard=WireShard("job", 1, 7, 1)))
-    assert offer(server, "c", ShardId("job", 1, 7, 2)) == Admitted()
+    assert offer(server, "c", ShardId("job", 1, 7, 2)) == Done()
 
 
 def test_a_copy_that_is_dropped_while_it_is_verified_is_no_have(
@@ -113,7 +113,7 @@ def test_a_copy_that_is_dropped_while_it_is_verified_is_no_have(
     assert len(reported) == 1
     real = replicas.verify_old
     monkeypatch.setattr(replicas, "verify_old", lambda digests, sizes: (real(digests, sizes), replicas.drop(shard)))
-    assert offer(server, "b", shard, known.spec.digest) == Admitted()
+    assert offer(server, "b", shard, known.spec.digest) == Done()
     assert len(reported) == 1
 
 
@@ -151,7 +151,7 @@ def test_an_incoming_replica_outlives_the_connection_that_offered_it(replicas: R
         line.asked.put(Frame(Kind.CALL, 1, encode(Ping()), 0))
         assert line.replies.get(timeout=120) == Done()
     first.asked.put(Frame(Kind.CALL, 2, encode(offer_of("b", shard)), 0))
-    assert first.replies.get(timeout=120) == Admitted()
+    assert first.replies.get(timeout=120) == Done()
     for line, is_kept in ((first, True), (second, False), (older, False)):
         line.asked.put(None)
         serving[line].join(60)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from memstore.core.holder.puts import push
 from memstore.core.holder.puts.push import Push
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.peer_messages import CopySealed, Refused, Seal
+from memstore.core.wire.peer_messages import HasCopy, Refused, Seal
 from memstore.testing.clusters.two_holders import two_holders
 from recovery.inventory import ShardId
 
@@ -30,4 +30,4 @@ def test_a_seal_that_comes_again_finds_the_copy() -> None:
         assert isinstance(peer.call(seal), Refused)
         a.io.run(push.run, a.state, Push(SHARD, stored.spec.digest, "b"))
         assert b.replicas.index.find(SHARD) is not None
-        assert isinstance(peer.call(seal), CopySealed)
+        assert isinstance(peer.call(seal), HasCopy)

@@ -186,4 +186,4 @@ def test_room_is_found_before_a_byte_is_stored(pair: tuple[Holder, Holder], monk
 
     monkeypatch.setattr(Peer, "send_whole", noted)
     copied(a, stored)
-    assert replies == ["Refused", "CopySealed"]
+    assert replies == ["Refused", "HasCopy"]

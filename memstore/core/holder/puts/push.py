@@ -17,18 +17,7 @@ from memstore.core.holder.holder_io import HolderIo, Lane, Peer, PushSource, Str
 from memstore.core.holder.inventory import report_copy
 from memstore.core.holder.state import HolderState, Replication
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.peer_messages import (
-    Abort,
-    Admitted,
-    ChunksMissing,
-    CopySealed,
-    HasCopy,
-    Offer,
-    Ping,
-    Refused,
-    Seal,
-    WholeShard,
-)
+from memstore.core.wire.peer_messages import Abort, ChunksLacking, Done, HasCopy, Offer, Ping, Refused, Seal, WholeShard
 from memstore.core.wire.reports import PushFailed
 from memstore.errors import DigestMismatch, MemstoreError, PeerRefused, ProtocolError, TransportError
 from recovery.inventory import ShardId
@@ -164,7 +153,7 @@ async def _offer(io: HolderIo, state: HolderState, push: Push, peer: Peer, sourc
     """Offer the shard, and send it unless the peer has it; what was begun there is aborted if that fails."""
     shard, sender = WireShard.of(push.shard), state.host_id
     wanted: Sequence[int] = range(len(source.sizes))
-    reply: Admitted | CopySealed | HasCopy | ChunksMissing | Refused
+    reply: Done | HasCopy | ChunksLacking | Refused
     if sum(source.sizes) <= state.limits.whole_bytes:
         manifest = await _manifest(io, state, source)
         whole = WholeShard(shard=shard, sender=sender, attempt=attempt, manifest=manifest)
@@ -180,11 +169,11 @@ async def _offer(io: HolderIo, state: HolderState, push: Push, peer: Peer, sourc
         reply = await io.call_peer(peer, offer)
     if isinstance(reply, Refused):
         raise PeerRefused(reply.why, is_final=reply.is_final)
-    if isinstance(reply, HasCopy | CopySealed):
+    if isinstance(reply, HasCopy):
         return
     try:
         lacking = _lacking(push, source, reply)
-        if isinstance(reply, ChunksMissing):  # they were sent with the request
+        if isinstance(reply, ChunksLacking):  # they were sent with the request
             await _verify(io, state, source, lacking)
         await _send_and_seal(io, state, push, peer, source, lacking)
     except MemstoreError:
@@ -209,7 +198,7 @@ async def _send_and_seal(
         reply = await io.call_peer(peer, seal)
         if isinstance(reply, Refused):
             raise PeerRefused(reply.why, is_final=reply.is_final)
-        if isinstance(reply, CopySealed):
+        if isinstance(reply, HasCopy):
             return
         wanted = _lacking(push, source, reply)
         await _verify(io, state, source, wanted)
@@ -231,10 +220,10 @@ async def _verify(io: HolderIo, state: HolderState, source: PushSource, wanted: 
         )
 
 
-def _lacking(push: Push, source: PushSource, reply: Admitted | ChunksMissing) -> Sequence[int]:
+def _lacking(push: Push, source: PushSource, reply: Done | ChunksLacking) -> Sequence[int]:
     """Return the chunks that a peer lacks, or may lack; ProtocolError if it names some that the shard does not have."""
     every = range(len(source.sizes))
-    wanted = reply.chunks if isinstance(reply, ChunksMissing) else every
+    wanted = reply.chunks if isinstance(reply, ChunksLacking) else every
     if not set(wanted).issubset(every):
         raise ProtocolError(f"host {push.target} lacks chunks {wanted[:64]}, which the shard does not have")
     return wanted

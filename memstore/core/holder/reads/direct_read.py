@@ -141,7 +141,7 @@ async def _verified(io: HolderIo, order: BringOrder, found: dict[int, str], host
         part = tuple(wanted[first : first + VERIFIED_TOGETHER])
         request = Verify(shard=WireShard.of(order.shard.id), digest=order.spec.digest, chunks=part)
         answer = await io.call_peer(peer, request)
-        missing = set(answer.missing).intersection(part)
+        missing = set(answer.chunks).intersection(part)
         found.update((index, host) for index in part if index not in missing)
         lacking += sorted(missing)
     return lacking

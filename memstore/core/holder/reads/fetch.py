@@ -215,7 +215,7 @@ async def _from(
     if not bad:
         return []
     answer = await io.call_peer(peer, Verify(shard=WireShard.of(replica.shard), digest=spec.digest, chunks=None))
-    return sorted(set(answer.missing).intersection(bad))
+    return sorted(set(answer.chunks).intersection(bad))
 
 
 def _storage(order: Bring) -> DurablePlace:

@@ -12,14 +12,7 @@ from memstore.core.wire import codec
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.ids import Endpoint
-from memstore.core.wire.peer_messages import (
-    ChunkRun,
-    ChunksWanted,
-    FetchChunks,
-    Offer,
-    WholeShard,
-    decode_request,
-)
+from memstore.core.wire.peer_messages import ChunkRun, ChunksLacking, FetchChunks, Offer, WholeShard, decode_request
 from memstore.errors import PeerRefused, PeerTimeout, PeerUnreachable
 from memstore.shell.net.channel import Frame
 from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
@@ -103,7 +96,7 @@ class Request:
         if kind is Kind.CHUNK and data and self.sender.world.network.take("flips"):
             data = bytes([data[0] ^ 0x40]) + data[1:]
         self.sent.append((message, data))
-        if isinstance(message, ChunksWanted):
+        if isinstance(message, ChunksLacking):
             self.lack = list(message.chunks)
 
     def recv(self, *, timeout_s: float | None) -> Frame:

@@ -39,7 +39,7 @@ from memstore.core.schedule.durable_interval import take_turn
 from memstore.core.wire.codec import Request
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import CallAnswered, DurablePlace, Lineage
-from memstore.core.wire.peer_messages import ChunkBatch, FetchChunks, NoIncoming, OfferedChunk, WholeShard
+from memstore.core.wire.peer_messages import ChunkBatch, FetchChunks, OfferedChunk, Refused, WholeShard
 from memstore.core.wire.rank_messages import (
     CheckInto,
     HolderEvent,
@@ -194,8 +194,8 @@ class VirtualIo:
                 chunks=tuple(OfferedChunk(*chunk) for chunk in offered),
             )  # fmt: skip
             reply = await _through(cast(PeerLink, peer).ask(request, shipment))
-            if isinstance(reply, NoIncoming):
-                raise PeerRefused("no such incoming replica", is_final=False)
+            if isinstance(reply, Refused):
+                raise PeerRefused(reply.why, is_final=reply.is_final)
 
     async def send_whole(
         self, peer: holder_io.Peer, source: PushSource, request: WholeShard, *, is_repair: bool

@@ -13,7 +13,7 @@ from memstore.core.arena.replica_store import ReplicaStore, Store
 from memstore.core.arena.slot_table import SlotState, SlotTable
 from memstore.core.format.manifest import manifest_name
 from memstore.core.holder.puts import seal
-from memstore.core.wire.peer_messages import Verified
+from memstore.core.wire.peer_messages import ChunksLacking
 from memstore.core.wire.rank_messages import PutReady
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.peer.server import PeerServer
@@ -162,7 +162,7 @@ ROWS = (
     row("digest-skipped-on-staging", "R23", "R23", (ReplicaStore, "verify"), lambda _, at, *how: sorted(at.missing),
         "A restore hands local bytes to the rank without digesting them again.",
         Fault(4.5, "kill-rank"), Fault(4.6, "flip-at-rest", (0,), count=16)),
-    row("source-not-digested", "R23", "R23", (PeerServer, "_verify"), lambda self, request: Verified(missing=()),
+    row("source-not-digested", "R23", "R23", (PeerServer, "_verify"), lambda self, request: ChunksLacking(chunks=()),
         "Ranks are released to fetch bytes that their source has not digested again.",
         Fault(4.5, "kill-host", (1,), for_s=2.0), Fault(5.2, "flip-at-rest", (3,), count=30), hosts=4, world_size=4,
         is_strict=False),

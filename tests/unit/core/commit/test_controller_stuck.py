@@ -18,7 +18,7 @@ from memstore.core.cluster.facts import StepSkipped
 from memstore.core.journal.records import Entry
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import PushCopy, Reserve
-from memstore.core.wire.peer_messages import Admitted, Offer
+from memstore.core.wire.peer_messages import Done, Offer
 from memstore.errors import CapacityError
 from memstore.shell.arena.host_store import open_store
 from memstore.shell.peer.server import INCOMING_IDLE_S, PeerServer
@@ -251,7 +251,7 @@ def test_an_incoming_replica_that_no_process_feeds_gives_its_room_back(replicas:
     """The sender gave up and its word was lost: after DRAFT_IDLE_S the peer gives up too (R13)."""
     replicas.clock = clock = LateClock()
     server = PeerServer(replicas, "b", is_fenced=lambda *_: False, on_sealed=lambda copy: None)
-    assert isinstance(server._offer(object(), OFFER), Admitted)  # type: ignore[arg-type]
+    assert isinstance(server._offer(object(), OFFER), Done)  # type: ignore[arg-type]
     clock.late_s = INCOMING_IDLE_S - 5.0
     server.give_up_idle()
     assert replicas.index.incoming
@@ -310,7 +310,7 @@ def test_an_offer_again_is_not_refused_for_its_own_old_copy(replicas: ReplicaSto
     replicas.claim(JOB, PeerShare(1, {}, 4))
     server = PeerServer(replicas, "b", is_fenced=lambda *_: False, on_sealed=lambda copy: None)
     replies = [server._offer(object(), OFFER) for _ in range(2)]  # type: ignore[arg-type]
-    assert [type(reply) for reply in replies] == [Admitted, Admitted]
+    assert [type(reply) for reply in replies] == [Done, Done]
 
 
 def test_a_job_removed_while_its_room_grows_leaves_no_share(

@@ -17,7 +17,7 @@ from memstore.core.holder.puts.push import PUSH, ROOM_WAIT_S, SEAL_ROUNDS_MAX, P
 from memstore.core.holder.state import Limits
 from memstore.core.wire.codec import Message, Request
 from memstore.core.wire.orders import PushTargets
-from memstore.core.wire.peer_messages import Admitted, ChunksMissing, CopySealed, Done, HasCopy, Offer, Refused, Seal
+from memstore.core.wire.peer_messages import ChunksLacking, Done, HasCopy, Offer, Refused, Seal
 from memstore.core.wire.reports import PushFailed, Sealed
 from memstore.errors import DigestMismatch, MemstoreError, PeerRefused, PeerUnreachable
 from recovery.inventory import ShardId, ShardSpec
@@ -46,7 +46,7 @@ class Replica:
 
 def take(request: Request[Any]) -> Message:
     """Answer as a peer that takes everything."""
-    answers = {Offer: Admitted(), Seal: CopySealed()}
+    answers = {Offer: Done(), Seal: HasCopy()}
     return answers.get(type(request), Done())
 
 
@@ -57,7 +57,7 @@ class Host(ScriptedIo):
     answer: Callable[[Request[Any]], Message | MemstoreError] = take
     is_here: bool = True
     bad: tuple[int, ...] = ()  # chunks that are bad here too
-    whole_reply: Any = field(default_factory=CopySealed)
+    whole_reply: Any = field(default_factory=HasCopy)
     lock = contextlib.nullcontext()
 
     def __post_init__(self) -> None:
@@ -168,7 +168,7 @@ def test_the_rank_is_reported_when_the_last_of_its_copies_is_sealed() -> None:
 
 def test_chunks_that_arrive_damaged_are_sent_again_and_not_for_ever() -> None:
     """Only missing chunks travel again; after three rounds the copy is given up and its slots are free."""
-    host = Host(lambda request: ChunksMissing(chunks=(1,)) if isinstance(request, Seal) else take(request))
+    host = Host(lambda request: ChunksLacking(chunks=(1,)) if isinstance(request, Seal) else take(request))
     host.push()
     assert host.sent == [[0, 1]] + [[1]] * (SEAL_ROUNDS_MAX - 1)
     assert host.asked == ["offer", *["seal"] * SEAL_ROUNDS_MAX, "abort"]
@@ -177,7 +177,7 @@ def test_chunks_that_arrive_damaged_are_sent_again_and_not_for_ever() -> None:
 
 def test_chunks_that_are_bad_here_are_not_sent_again_and_the_copy_is_reported_without_them() -> None:
     """Else the step would be committed with this copy alone, once the target has given up."""
-    host = Host(lambda request: ChunksMissing(chunks=(1,)) if isinstance(request, Seal) else take(request), bad=(1,))
+    host = Host(lambda request: ChunksLacking(chunks=(1,)) if isinstance(request, Seal) else take(request), bad=(1,))
     host.push()
     assert host.sent == [[0, 1]]
     assert host.asked == ["offer", "seal", "abort"]
@@ -279,7 +279,7 @@ def test_a_small_shard_that_a_target_could_not_seal_is_aborted_there() -> None:
 
 def test_a_small_shard_that_arrives_damaged_is_digested_here_before_it_is_sent_again() -> None:
     """What is bad here too is not sent a second time."""
-    host = Host(limits=SENT_WHOLE, bad=(1,), whole_reply=ChunksMissing(chunks=(1,)))
+    host = Host(limits=SENT_WHOLE, bad=(1,), whole_reply=ChunksLacking(chunks=(1,)))
     host.push()
     assert (host.sent, host.asked) == ([], ["abort"])
     assert isinstance(host.reports[0], Sealed)

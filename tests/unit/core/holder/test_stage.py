@@ -16,7 +16,7 @@ from memstore.core.holder.reads.stage import BESIDE_S, LOOK_S, _await_other, beg
 from memstore.core.holder.state import Limits, Reading
 from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.orders import DurablePlace, Run, StageShard
-from memstore.core.wire.peer_messages import FetchManifest, Verified
+from memstore.core.wire.peer_messages import ChunksLacking, FetchManifest
 from memstore.errors import IntegrityError, MemstoreError, PeerTimeout, PeerUnreachable
 from recovery.inventory import ShardId, ShardSpec
 
@@ -47,7 +47,7 @@ class Host(ScriptedIo):
 
     async def call_peer(self, peer: Any, request: Any, **limits: Any) -> Any:
         if not isinstance(request, FetchManifest):
-            return Verified(missing=tuple(self.lacking))
+            return ChunksLacking(chunks=tuple(self.lacking))
         self.manifests.append(peer.host)
         raise PeerUnreachable("reset")
 
