@@ -113,7 +113,7 @@ def rm(config: Config, address: str | None, job: str, yes: bool, force: bool, as
         print_json({**fields_of(answer), "durable": durable})
         return
     kept = f"; its durable steps stay in {durable}" if durable else ""
-    kept += "".join(f"; pin {pin.name} of step {pin.step:,} is gone" for pin in answer.pins)
+    kept += "".join(f"; pin {name} of step {pin.step:,} is gone" for name, pin in answer.pins.items())
     say(f"dropped job {job}: {plural(answer.shards, 'shard')} in RAM{kept}")
 
 

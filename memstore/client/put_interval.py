@@ -12,7 +12,7 @@ import time
 from memstore.client.puts import Puts
 from memstore.client.ticket import UNCOMMITTED
 from memstore.core.schedule.put_interval import Schedule
-from memstore.core.wire.rank_messages import StepLevel
+from memstore.core.wire.orders import StepLevel
 from memstore.core.wire.replies import Joined
 from memstore.errors import CommitError
 from memstore.intervals import parse_put_every

@@ -22,7 +22,8 @@ from memstore.client.shared_shard import SharedShard
 from memstore.client.ticket import CATCHING_UP, TERMINAL, UNCOMMITTED, SkippedPuts, Ticket, check_step
 from memstore.config import Config
 from memstore.core.wire.calls import ReserveRoom, RetireStep, SkipStep
-from memstore.core.wire.rank_messages import PutWaiting, RoomGrown, StepLevel
+from memstore.core.wire.orders import StepLevel
+from memstore.core.wire.rank_messages import PutWaiting, RoomGrown
 from memstore.core.wire.replies import Joined, Noted
 from memstore.errors import ClosedError, CommitError, GrowthRefused, MemstoreError, StepConflict
 from memstore.shell.codec.encode import PlanMemory, StatePlan, copy_into, cuda_device_of, plan_digest

@@ -27,14 +27,8 @@ from memstore.client.whole_get import WholeGet
 from memstore.config import Config, check_given_whole, check_name, check_seconds, check_whole
 from memstore.core.cluster.text import error_text
 from memstore.core.wire.calls import CloseStore, Get, ReadStep, Rewind
-from memstore.core.wire.rank_messages import (
-    AttemptFenced,
-    CheckInto,
-    HolderEvent,
-    ReplicasDiffer,
-    RoomGrown,
-    StepLevel,
-)
+from memstore.core.wire.orders import StepLevel
+from memstore.core.wire.rank_messages import AttemptFenced, CheckInto, HolderEvent, ReplicasDiffer, RoomGrown
 from memstore.core.wire.replies import Joined, ShardPlaced, StepAgreed
 from memstore.errors import ClosedError, CommitError, ConfigError, MemstoreError, RecoveryError
 from memstore.shell.rank.collective import CALL_SLACK_S, ask_with_all, collective, take_turn

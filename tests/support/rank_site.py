@@ -9,7 +9,8 @@ from memstore.client.pending_put import PendingPut
 from memstore.client.ticket import Ticket
 from memstore.config import Config
 from memstore.core.arena.share import PeerShare
-from memstore.core.wire.rank_messages import HolderEvent, StepLevel
+from memstore.core.wire.orders import StepLevel
+from memstore.core.wire.rank_messages import HolderEvent
 from memstore.shell.holder.holder import Holder
 from memstore.shell.host.identity import HostIdentity, read_boot_id
 from memstore.shell.rank.admin_link import store_root

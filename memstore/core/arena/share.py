@@ -25,5 +25,4 @@ class PeerShare:
 
 def share_of(order: Reserve | Grow) -> PeerShare:
     """Return the room that an order names."""
-    ranks = {row.rank: row.slots for row in order.ranks}
-    return PeerShare(order.attempt, ranks, order.peer_slots, order.world_size, order.versions)
+    return PeerShare(order.attempt, dict(order.ranks), order.peer_slots, order.world_size, order.versions)

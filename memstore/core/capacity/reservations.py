@@ -23,7 +23,7 @@ from memstore.core.cluster.text import listed_pins
 from memstore.core.journal.replication import Journal
 from memstore.core.targets.targets import ClusterView, PeerHostLookup
 from memstore.core.wire.calls import ReserveRoom
-from memstore.core.wire.orders import Grow, RankSlots, Reserve
+from memstore.core.wire.orders import Grow, Reserve
 from memstore.core.wire.replies import Noted
 from memstore.core.wire.reports import Reserved
 
@@ -220,7 +220,7 @@ class Reservations:
             repair = sum(self.need(job, attempt, rank) for rank in ranks) if keep or beside else 0
             order = (Grow if is_growth else Reserve)(
                 job=job.name, attempt=attempt.attempt_number,
-                ranks=tuple(RankSlots(rank, slots) for rank, slots in sorted(ranks.items())),
+                ranks=dict(sorted(ranks.items())),
                 peer_slots=peer_slots.get(host, 0) + repair, world_size=attempt.world_size, versions=keep,
             )  # fmt: skip
             if is_news_only and sent_orders.is_known(host, order):

@@ -25,7 +25,7 @@ from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.measured import seconds
-from memstore.core.wire.orders import AbandonStep, DropJob, FreeCopies, RaiseLevel
+from memstore.core.wire.orders import DropJob, FreeCopies, StepLevel
 from memstore.core.wire.replies import Skipped
 from memstore.core.wire.reports import PutTimes
 from memstore.intervals import parse_put_every
@@ -393,13 +393,13 @@ class StepCommits:
                     self._forget(job, StepId(fact.attempt, number), "skipped", why)
 
     @staticmethod
-    def _committed_order(job: Job, attempt: Attempt, fact: StepCommitted) -> RaiseLevel:
-        return RaiseLevel(
+    def _committed_order(job: Job, attempt: Attempt, fact: StepCommitted) -> StepLevel:
+        return StepLevel(
             job=job.name, attempt=attempt.attempt_number, step=fact.step, level="committed", reason=fact.reason,
             degraded=fact.is_degraded, put_from=attempt.put_interval[0], put_steps=attempt.put_interval[1],
         )  # fmt: skip
 
-    def _raise_level(self, attempt: Attempt, order: RaiseLevel) -> None:
+    def _raise_level(self, attempt: Attempt, order: StepLevel) -> None:
         for host in sorted({member.host_id for member in attempt.members.values()}):
             self.out.send(host, order)
 
@@ -407,17 +407,15 @@ class StepCommits:
         """Raise the tickets of a step on durable storage to that level."""
         attempt = job.attempts.get(step.attempt)
         if attempt is not None and attempt is job.newest:
-            order = RaiseLevel(
+            order = StepLevel(
                 job=job.name, attempt=attempt.attempt_number, step=step.step, level="durable",
                 put_from=attempt.put_interval[0], put_steps=attempt.put_interval[1],
             )  # fmt: skip
             self._raise_level(attempt, order)
 
-    def _abandon_order(
-        self, job: Job, step: StepId, level: Literal["skipped", "superseded"], reason: str
-    ) -> AbandonStep:
+    def _abandon_order(self, job: Job, step: StepId, level: Literal["skipped", "superseded"], reason: str) -> StepLevel:
         attempt = job.attempts.get(step.attempt)
-        return AbandonStep(
+        return StepLevel(
             job=job.name, attempt=step.attempt, step=step.step, level=level, reason=reason,
             resume=attempt.resume_step if attempt is not None else 0,
         )  # fmt: skip

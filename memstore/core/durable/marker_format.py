@@ -14,12 +14,12 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import xxhash
 
 from memstore.core.wire.ids import UNSIGNED_LIMIT, WireSpec, WireStep
-from memstore.core.wire.orders import AttemptMoment, Lineage, RankSpec
+from memstore.core.wire.orders import Lineage
 from memstore.core.wire.reports import MarkerRow
 from memstore.errors import ConfigError, IntegrityError
 from recovery.inventory import DurableMarker, ShardSpec, StepId
@@ -105,16 +105,16 @@ def row_of(record: MarkerRecord) -> MarkerRow:
     rows = [tuple(row) for row in named if isinstance(row, list | tuple)] if isinstance(named, list | tuple) else []
     return MarkerRow(
         WireStep.of(marker.step),
-        tuple(RankSpec(rank, WireSpec.of(spec)) for rank, spec in sorted(marker.specs.items())),
+        {rank: WireSpec.of(spec) for rank, spec in sorted(marker.specs.items())},
         marker.key,
         Lineage(
             attempt=lineage["attempt"], parent_attempt=lineage["parent_attempt"], parent_step=lineage["parent_step"],
-            attempts=tuple(AttemptMoment(*row) for row in rows if _is_moment(row)),
+            attempts=tuple(row for row in rows if _is_moment(row)),
         ),
     )  # fmt: skip
 
 
-def _is_moment(row: tuple[Any, ...]) -> bool:
+def _is_moment(row: tuple[Any, ...]) -> TypeGuard[tuple[int, float]]:
     return [type(value) for value in row] == [int, float] and 0 <= row[0] < UNSIGNED_LIMIT
 
 

@@ -78,14 +78,14 @@ class DurableMarkers:
         job.markers.clear()
         others = set[int]()
         for row in report.markers:
-            table = {each.rank: each.spec.spec for each in row.specs}
+            table = {rank: spec.spec for rank, spec in row.specs.items()}
             step, lineage = row.step.id, row.lineage
             if step in job.torn:  # its removal failed, or a late write came after it: once more
                 self.states.take_back_again(name, step)
                 continue
             past = AttemptFact(step.attempt, lineage.parent_attempt, lineage.parent_step, len(table))
             job.past[step.attempt] = past
-            named = {moment.attempt: moment.opened_s for moment in lineage.attempts}
+            named = dict(lineage.attempts)
             if _is_of_another_run(job, named):
                 others.add(step.attempt)
                 continue

@@ -31,10 +31,8 @@ from memstore.core.schedule.durable_interval import Decision, next_durable, opti
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.ids import WireShard, WireSpec, WireStep
 from memstore.core.wire.orders import (
-    AttemptMoment,
     DurablePlace,
     Lineage,
-    RankSpec,
     RemoveStep,
     SlicesOfShard,
     WriteMarker,
@@ -320,10 +318,10 @@ class DurableOrders:
         source = job.attempts.get(write.step.attempt, attempt)
         order = WriteMarker(
             job=job.name, durable=write.place, step=WireStep.of(write.step), key=write.key or "",
-            specs=tuple(RankSpec(rank, WireSpec.of(spec)) for rank, spec in sorted(write.specs.items())),
+            specs={rank: WireSpec.of(spec) for rank, spec in sorted(write.specs.items())},
             lineage=Lineage(
                 attempt=source.attempt_number, parent_attempt=source.parent, parent_step=source.parent_step,
-                attempts=tuple(AttemptMoment(*moment) for moment in job.opened_moments(source.attempt_number)),
+                attempts=tuple(job.opened_moments(source.attempt_number)),
             ),
         )  # fmt: skip
         self.out.send(host_id, order)

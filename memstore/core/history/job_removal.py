@@ -24,7 +24,8 @@ from memstore.core.restore.single_read import job_of
 from memstore.core.wire.calls import RemoveJob
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import DropJob
-from memstore.core.wire.replies import LostPin, Removed
+from memstore.core.wire.replies import Removed
+from memstore.core.wire.status_rows import PinRow
 from recovery.inventory import StepId
 
 CHECK_AGAIN_S = 600.0
@@ -112,7 +113,7 @@ class JobRemoval:
                 f"`memstore unpin {job.name} NAME`, or pass --force as well",
             )  # fmt: skip
             return
-        pins = [LostPin(name, pin.attempt, pin.step) for name, pin in sorted(job.pins.items())]
+        pins = {name: PinRow(attempt=pin.attempt, step=pin.step) for name, pin in sorted(job.pins.items())}
         self.remove(job, (call, Removed(job=job.name, pins=pins)))
 
     def remove(self, job: Job, *waiting: tuple[Call[RemoveJob], Removed], is_forgotten: bool = False) -> None:

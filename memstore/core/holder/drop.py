@@ -8,7 +8,7 @@ from memstore.core.holder import ranks
 from memstore.core.holder.holder_io import HolderIo
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.orders import AbandonStep, DropJob, FreeCopies, TermNumber
+from memstore.core.wire.orders import DropJob, FreeCopies, StepLevel, TermNumber
 from memstore.core.wire.reports import Freed
 
 
@@ -45,8 +45,8 @@ async def _grant(io: HolderIo, state: HolderState, rows: tuple[WireShard, ...]) 
         await ranks.grant_job(io, state, job)
 
 
-async def abandon(io: HolderIo, state: HolderState, order: AbandonStep) -> None:
+async def abandon(io: HolderIo, state: HolderState, level: StepLevel) -> None:
     """Forget a step that was not committed, and tell the ranks that put it."""
-    await io.on_store(partial(state.store.drop_step, order.job, order.attempt, order.step))
-    await ranks.send_to_attempt(io, state, order.job, ranks.abandoned(order))
-    await ranks.grant_job(io, state, order.job)
+    await io.on_store(partial(state.store.drop_step, level.job, level.attempt, level.step))
+    await ranks.send_to_attempt(io, state, level)
+    await ranks.grant_job(io, state, level.job)

@@ -14,7 +14,6 @@ from memstore.core.holder.puts import push, seal
 from memstore.core.holder.reads import stage
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.orders import (
-    AbandonStep,
     DropJob,
     DurableOrder,
     Fence,
@@ -25,11 +24,11 @@ from memstore.core.wire.orders import (
     OrderCheck,
     PushCopy,
     PushTargets,
-    RaiseLevel,
     ReadChunks,
     ReadShard,
     Reserve,
     StageShard,
+    StepLevel,
     VerifyCopies,
 )
 from memstore.core.wire.reports import CopiesVerified
@@ -61,10 +60,10 @@ def obey(io: HolderIo, state: HolderState, order: Order) -> Coroutine[Any, Any, 
             io.start(STAGE, stage.run, state, order)
         case OrderCheck():
             return stage.check(io, state, order)
-        case RaiseLevel():
-            return ranks.send_to_attempt(io, state, order.job, ranks.raised(order))
-        case AbandonStep():
+        case StepLevel(level="skipped" | "superseded"):
             io.start(DROP, drop.abandon, state, order)
+        case StepLevel():
+            return ranks.send_to_attempt(io, state, order)
         case FreeCopies():
             io.start(DROP, drop.free, state, order)
         case DropJob():

@@ -128,7 +128,7 @@ async def _copied(
 
 async def marker(io: HolderIo, state: HolderState, order: WriteMarker) -> None:
     """Write the marker of a step whose parts are all there, report it, then remove what abandoned writes left."""
-    step, place, specs = order.step.id, order.durable, {row.rank: row.spec.spec for row in order.specs}
+    step, place, specs = order.step.id, order.durable, {rank: spec.spec for rank, spec in order.specs.items()}
     record = DurableMarker(step, len(specs), specs, order.key)
     problem = await _problem_of(io, io.store_marker(place, order.job, record, order.lineage))
     state.report(MarkerWritten(job=order.job, step=order.step, key=order.key, problem=problem))

@@ -14,8 +14,8 @@ from memstore.core.arena.slot_table import Owner
 from memstore.core.holder.holder_io import HolderIo
 from memstore.core.holder.link import Link
 from memstore.core.holder.state import HolderState
-from memstore.core.wire.orders import AbandonStep, RaiseLevel
-from memstore.core.wire.rank_messages import AttemptFenced, RankHello, StepLevel, ToolHello
+from memstore.core.wire.orders import StepLevel
+from memstore.core.wire.rank_messages import AttemptFenced, RankHello, ToolHello
 from memstore.core.wire.reports import RankArrived, RankGone
 from recovery.inventory import ShardId
 
@@ -138,34 +138,19 @@ async def send_level(io: HolderIo, state: HolderState, link: Link, level: StepLe
 
 async def send_replicated(io: HolderIo, state: HolderState, shard: ShardId) -> None:
     """Tell the rank that put a shard that every one of its targets has sealed it (R15)."""
-    level = StepLevel(attempt=shard.attempt, step=shard.step, level="replicated")
+    level = StepLevel(job=shard.job, attempt=shard.attempt, step=shard.step, level="replicated")
     for link in state.ranks.of_job(shard.job):
         if (link.rank, link.attempt) == (shard.rank, shard.attempt):
             await send_level(io, state, link, level)
 
 
-async def send_to_attempt(io: HolderIo, state: HolderState, job: str, level: StepLevel) -> None:
+async def send_to_attempt(io: HolderIo, state: HolderState, level: StepLevel) -> None:
     """Tell a job's ranks the level of a step; the last commit is kept for links that come back."""
     if level.level in ("committed", "durable"):
-        state.ranks.committed[job] = level
-    for link in state.ranks.of_job(job):
+        state.ranks.committed[level.job] = level
+    for link in state.ranks.of_job(level.job):
         if link.attempt == level.attempt:
             await io.send_to_rank(link, level)
-
-
-def raised(order: RaiseLevel) -> StepLevel:
-    """Return the level that a step has reached."""
-    return StepLevel(
-        attempt=order.attempt, step=order.step, level=order.level, reason=order.reason, degraded=order.degraded,
-        put_from=order.put_from, put_steps=order.put_steps,
-    )  # fmt: skip
-
-
-def abandoned(order: AbandonStep) -> StepLevel:
-    """Return the level with which a step ends."""
-    return StepLevel(
-        attempt=order.attempt, step=order.step, level=order.level, reason=order.reason, resume=order.resume
-    )
 
 
 async def send_fenced(io: HolderIo, state: HolderState, job: str, first: int, members: Collection[str] = ()) -> None:

@@ -14,8 +14,8 @@ from memstore.core.holder.link import Link
 from memstore.core.holder.puts.shared_shards import HolderSharedShards
 from memstore.core.wire.calls import RankCall
 from memstore.core.wire.messages import HostInfo
-from memstore.core.wire.orders import StageShard
-from memstore.core.wire.rank_messages import PutReady, StepLevel
+from memstore.core.wire.orders import StageShard, StepLevel
+from memstore.core.wire.rank_messages import PutReady
 from memstore.core.wire.reports import Report
 from recovery.inventory import ShardId, StepId
 

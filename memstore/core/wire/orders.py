@@ -95,19 +95,13 @@ class PushTargets(Message, frozen=True, tag="targets"):
     """Ranks that have targets of their own."""
 
 
-class RankSlots(Row, frozen=True):
-    """The slots of one rank of this host."""
-
-    rank: Unsigned
-    slots: Unsigned
-
-
 class Reserve(Message, frozen=True, tag="reserve"):
     """Claim room for a job; reported (R10)."""
 
     job: Name
     attempt: Unsigned
-    ranks: tuple[RankSlots, ...]
+    ranks: dict[Unsigned, Unsigned]
+    """The slots of each rank of this host."""
     peer_slots: Unsigned
     world_size: Unsigned
     versions: Unsigned
@@ -120,7 +114,8 @@ class Grow(Message, frozen=True, tag="grow"):
 
     job: Name
     attempt: Unsigned
-    ranks: tuple[RankSlots, ...]
+    ranks: dict[Unsigned, Unsigned]
+    """The slots of each rank of this host."""
     peer_slots: Unsigned
     world_size: Unsigned
     versions: Unsigned
@@ -163,30 +158,29 @@ class VerifyCopies(Message, frozen=True, tag="verify"):
 # -- puts ---------------------------------------------------------------------------------------------
 
 
-class RaiseLevel(Message, frozen=True, tag="raise_level"):
-    """Send the tickets of this host's ranks the level of their step (R15)."""
+Level = Literal["pending", "sealed", "replicated", "committed", "durable", "skipped", "superseded", "failed"]
+"""Of a ticket (R15)."""
+
+
+class StepLevel(Message, frozen=True, tag="level"):
+    """What a step has reached, or why it never will: for the tickets of its ranks, to which the holder passes it on.
+
+    Of a step that is skipped or superseded the holder lets the copies go (R12).
+    """
 
     job: Name
     attempt: Unsigned
     step: Unsigned
-    level: Literal["committed", "durable"]
+    level: Level
     reason: str = ""
     degraded: bool = False
+    resume: Unsigned = 0
+    """All ranks put again from this step on (R12)."""
+    digest: str = ""
+    """Of the rank's shard, once it is sealed: the same step is taken again only with this one (R12)."""
     put_from: Unsigned = 0
     """From this step on `put_steps` lie between two puts (R33)."""
     put_steps: Unsigned = 1
-
-
-class AbandonStep(Message, frozen=True, tag="abandon_step"):
-    """Forget an uncommitted step and notify its tickets (R12)."""
-
-    job: Name
-    attempt: Unsigned
-    step: Unsigned
-    level: Literal["skipped", "superseded"]
-    reason: str
-    resume: Unsigned
-    """All ranks put again from this step on."""
 
 
 # -- restores (R23-R27) -------------------------------------------------------------------------------
@@ -275,27 +269,14 @@ class SlicesOfShard(Row, frozen=True):
     numbers: tuple[Unsigned, ...]
 
 
-class RankSpec(Row, frozen=True):
-    """The shard of one rank of a step."""
-
-    rank: Unsigned
-    spec: WireSpec
-
-
-class AttemptMoment(Row, frozen=True):
-    """When an attempt was opened, by the wall clock."""
-
-    attempt: Unsigned
-    opened_s: float
-
-
 class Lineage(Part, frozen=True):
     """What a marker says of the attempt of its step."""
 
     attempt: Unsigned
     parent_attempt: Unsigned | None
     parent_step: Unsigned | None
-    attempts: tuple[AttemptMoment, ...] = ()
+    attempts: tuple[tuple[Unsigned, float], ...] = ()
+    """Which attempts there were before, and when each was opened, by the wall clock."""
 
 
 class WriteSlices(Message, frozen=True, tag="write_slices"):
@@ -315,7 +296,8 @@ class WriteMarker(Message, frozen=True, tag="write_marker"):
     job: Name
     durable: DurablePlace
     step: WireStep
-    specs: tuple[RankSpec, ...]
+    specs: dict[Unsigned, WireSpec]
+    """By rank."""
     key: str
     lineage: Lineage
 
@@ -365,8 +347,7 @@ Order = (
     | FreeCopies
     | DropJob
     | VerifyCopies
-    | RaiseLevel
-    | AbandonStep
+    | StepLevel
     | StageShard
     | ReadShard
     | ReadChunks

@@ -9,17 +9,12 @@ sent again.
 
 from __future__ import annotations
 
-from typing import Literal
-
 from memstore.core.wire.calls import Called
 from memstore.core.wire.codec import Decoder, Message, Part, Setting
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.ids import Name, Positive, Seconds, Unsigned
-from memstore.core.wire.orders import CallAnswered
+from memstore.core.wire.orders import CallAnswered, StepLevel
 from memstore.core.wire.reports import IntoChecked
-
-Level = Literal["pending", "sealed", "replicated", "committed", "durable", "skipped", "superseded", "failed"]
-"""Of a ticket (R15)."""
 
 # -- rank to holder -----------------------------------------------------------------------------------
 
@@ -148,23 +143,6 @@ class RoomGrown(Message, frozen=True, tag="room_grown"):
 
     done_bytes: Unsigned
     wanted_bytes: Unsigned
-
-
-class StepLevel(Message, frozen=True, tag="level"):
-    """What a step has reached, or why it never will: for its ticket (R15)."""
-
-    attempt: Unsigned
-    step: Unsigned
-    level: Level
-    reason: str = ""
-    degraded: bool = False
-    resume: Unsigned = 0
-    """All ranks put again from this step on (R12)."""
-    digest: str = ""
-    """Of the rank's shard, once it is sealed: the same step is taken again only with this one (R12)."""
-    put_from: Unsigned = 0
-    """From this step on `put_steps` lie between two puts (R33)."""
-    put_steps: Unsigned = 1
 
 
 class CheckInto(Message, frozen=True, tag="check_into"):

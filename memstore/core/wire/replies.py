@@ -291,19 +291,12 @@ class Persisted(Message, frozen=True, tag="persisted"):
     problem: str
 
 
-class LostPin(Row, frozen=True):
-    """A pin that went with its job."""
-
-    name: str
-    attempt: Unsigned
-    step: Unsigned
-
-
 class Removed(Message, frozen=True, tag="removed"):
     """A job is gone, with so many shards."""
 
     job: Name
-    pins: list[LostPin]
+    pins: dict[str, PinRow]
+    """That went with it, by name."""
     shards: Unsigned = 0
 
 

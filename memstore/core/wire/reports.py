@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from memstore.core.wire.calls import Called
 from memstore.core.wire.codec import Decoder, Message, Part, Row
-from memstore.core.wire.ids import Digest, Endpoints, Name, Positive, Unsigned, WireCopy, WireShard, WireStep
-from memstore.core.wire.orders import Lineage, RankSpec, TermNumber
+from memstore.core.wire.ids import Digest, Endpoints, Name, Positive, Unsigned, WireCopy, WireShard, WireSpec, WireStep
+from memstore.core.wire.orders import Lineage, TermNumber
 from memstore.core.wire.replies import HostVerified
 from memstore.core.wire.status_rows import HostStats
 
@@ -35,18 +35,12 @@ class Inventory(Message, frozen=True, tag="inventory"):
     """A page of a long journal: its records come before those of the next inventory."""
 
 
-class TrainedStep(Row, frozen=True):
-    """The newest step that ranks of a job have trained on a host."""
-
-    attempt: Unsigned
-    step: Unsigned
-
-
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
     """The holder lives; it echoes the controller's clock as it was sent last in this session (R17, R28)."""
 
     stats: HostStats
-    trained: dict[str, TrainedStep]
+    trained: dict[str, WireStep]
+    """The newest step that ranks here have trained, by job."""
     clock_s: float | None
 
 
@@ -219,7 +213,8 @@ class MarkerRow(Row, frozen=True):
     """A marker as it is on durable storage."""
 
     step: WireStep
-    specs: tuple[RankSpec, ...]
+    specs: dict[Unsigned, WireSpec]
+    """By rank."""
     key: str
     lineage: Lineage
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memstore.core.wire.reports import TrainedStep
+from memstore.core.wire.ids import WireStep
 
 
 class TrainedSteps:
@@ -19,6 +19,6 @@ class TrainedSteps:
         """Forget a removed job."""
         self._newest.pop(job, None)
 
-    def newest(self) -> dict[str, TrainedStep]:
+    def newest(self) -> dict[str, WireStep]:
         """Return the newest step of each job, for a heartbeat."""
-        return {job: TrainedStep(*newest) for job, newest in list(self._newest.items())}
+        return {job: WireStep(*newest) for job, newest in list(self._newest.items())}

@@ -27,7 +27,7 @@ from memstore.core.wire.calls import Called, RankCall, decode_call
 from memstore.core.wire.codec import Request, encode, reply_decoder, tag_of
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
-from memstore.core.wire.orders import CallAnswered
+from memstore.core.wire.orders import CallAnswered, StepLevel
 from memstore.core.wire.rank_messages import (
     AttemptFenced,
     Bye,
@@ -36,7 +36,6 @@ from memstore.core.wire.rank_messages import (
     RankHello,
     RankMessage,
     SlotsLeased,
-    StepLevel,
     ToolHello,
     Unpin,
     Welcome,

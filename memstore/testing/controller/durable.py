@@ -52,7 +52,7 @@ def persist(holder: StorageUser, order: orders.DurableOrder) -> None:
         case orders.WriteMarker():
             place = (order.job, order.step.attempt, order.step.step)
             if problem is None:
-                storage.markers[place] = ({row.rank: row.spec.spec for row in order.specs}, order.lineage)
+                storage.markers[place] = ({rank: spec.spec for rank, spec in order.specs.items()}, order.lineage)
                 storage.marker_keys[place] = order.key
             holder.report(reports.MarkerWritten(job=order.job, step=order.step, key=order.key, problem=problem))
         case orders.RemoveStep():
@@ -92,7 +92,7 @@ def list_markers(holder: StorageUser, order: orders.ListMarkers) -> None:
     rows = tuple(
         reports.MarkerRow(
             WireStep(*place[1:]),
-            tuple(orders.RankSpec(rank, WireSpec.of(spec)) for rank, spec in sorted(specs.items())),
+            {rank: WireSpec.of(spec) for rank, spec in sorted(specs.items())},
             storage.marker_keys.get(place, ""), lineage,
         )
         for place, (specs, lineage) in mine

@@ -116,7 +116,7 @@ class ControllerFleet:
                 return [Received(host, Reserved(job=JOB, attempt=order.attempt, call=order.call, problem=None))]
             case orders.PushTargets():
                 self.targets[host] = list(order.targets)
-            case orders.RaiseLevel(level="committed"):
+            case orders.StepLevel(level="committed"):
                 self._acknowledged[order.step] = self._acknowledged.get(order.step, 0) + 1
                 if self._acknowledged[order.step] == len(self.hosts):
                     self.committed.add(order.step)

@@ -261,10 +261,10 @@ class FakeHolder:
                 self._later(self, lambda: self._stage(order))
             case orders.OrderCheck():
                 self._check(order)
-            case orders.RaiseLevel():
-                self._level(order)
-            case orders.AbandonStep():
+            case orders.StepLevel(level="skipped" | "superseded"):
                 self._abandon(order)
+            case orders.StepLevel():
+                self._level(order)
             case orders.FreeCopies() | orders.DropJob():
                 for shard in order.shards:
                     self.copies.pop(shard.id, None)
@@ -313,7 +313,7 @@ class FakeHolder:
         room = self.rooms.get(shard.job)
         if room is None:
             return f"no room is reserved for job {shard.job!r} here"
-        ranks = {row.rank for row in room.ranks}
+        ranks = room.ranks
         used = CHUNKS * sum(s.job == shard.job and s.rank not in ranks for s in self.copies)
         if shard.rank in ranks or used + CHUNKS <= room.peer_slots:
             return ""
@@ -368,7 +368,7 @@ class FakeHolder:
                 error = reports.IntoError(error=found[0], message=found[1]) if found else None
                 self.report(reports.IntoChecked(job=order.job, round=order.round, rank=order.rank, error=error))
 
-    def _level(self, order: orders.RaiseLevel) -> None:
+    def _level(self, order: orders.StepLevel) -> None:
         for rank in self._ranks_of(order):
             rank.put_interval = max(rank.put_interval, (order.put_from, order.put_steps))
             rank.raise_level(order.step, order.level, order.reason, is_degraded=order.degraded)
@@ -377,11 +377,11 @@ class FakeHolder:
                     if rank.tickets[step] in LEVELS[:3]:
                         rank.tickets[step] = "superseded"
 
-    def _ranks_of(self, order: orders.RaiseLevel | orders.AbandonStep) -> list[FakeRank]:
+    def _ranks_of(self, order: orders.StepLevel) -> list[FakeRank]:
         mine = (order.job, order.attempt)
         return [r for r in self.ranks.values() if (r.job, r.attempt) == mine and not r.is_dead]
 
-    def _abandon(self, order: orders.AbandonStep) -> None:
+    def _abandon(self, order: orders.StepLevel) -> None:
         key = (order.job, order.attempt, order.step)
         for shard in [s for s in self.copies if (s.job, s.attempt, s.step) == key]:
             del self.copies[shard]

@@ -16,7 +16,8 @@ from memstore.core.arena import replica_store
 from memstore.core.arena.share import PeerShare
 from memstore.core.holder import ranks
 from memstore.core.wire.calls import AskSteps
-from memstore.core.wire.rank_messages import PutReady, SlotSample, StepLevel
+from memstore.core.wire.orders import StepLevel
+from memstore.core.wire.rank_messages import PutReady, SlotSample
 from memstore.errors import ClosedError
 from memstore.shell.arena.mapping import ArenaMapping
 from memstore.shell.rank import open_links
@@ -67,7 +68,7 @@ def test_a_put_that_is_given_up_before_it_was_sent_keeps_no_slot(site: Site) -> 
     site.link.outbox.put(lambda: is_sent.wait(30.0) and None)
     room = site.stage(2)
     assert room.submit(b"", 2 * CHUNK_BYTES)
-    site.link.take_event(StepLevel(attempt=1, step=STEP, level="skipped"))
+    site.link.take_event(StepLevel(job="train", attempt=1, step=STEP, level="skipped"))
     is_sent.set()
     wait_for(site.link.outbox.empty, "the link's writer")
     assert len(site.link.pool) == SHARE_SLOTS

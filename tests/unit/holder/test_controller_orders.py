@@ -24,7 +24,6 @@ from memstore.core.wire.handshake import ControllerIdentity
 from memstore.core.wire.orders import (
     Order,
     PushTargets,
-    RankSlots,
     Reserve,
     TermNumber,
     VerifyCopies,
@@ -174,7 +173,7 @@ def test_an_order_that_fails_is_answered(
 
     channel = dial(5)
     greeted(channel)
-    share = Reserve(job="job", attempt=1, ranks=(RankSlots(0, 2),), peer_slots=0, world_size=1, versions=1, call=7)
+    share = Reserve(job="job", attempt=1, ranks={0: 2}, peer_slots=0, world_size=1, versions=1, call=7)
     with monkeypatch.context() as patch:
         patch.setattr(holder.replicas.arena, "grow", fail)
         patch.setattr(holder.scrubber, "verify_all", fail)

@@ -24,13 +24,13 @@ from memstore.core.holder.state import HolderState
 from memstore.core.wire.codec import Request
 from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.orders import (
-    AbandonStep,
     Bring,
     FreeCopies,
     OrderCheck,
     ReadShard,
     Run,
     StageShard,
+    StepLevel,
     TermNumber,
 )
 from memstore.core.wire.peer_messages import FetchManifest, Verify
@@ -195,7 +195,7 @@ def test_what_a_restore_staged_goes_with_its_step(pair: tuple[Holder, Holder], k
     assert a.io.run(stage.stage, a.state, order(stored, 1), SHARD) == {}
     free = len(a.replicas.table.free)
     orders = {
-        "abandon": AbandonStep(job="train", attempt=1, step=2, level="skipped", reason="given up", resume=3),
+        "abandon": StepLevel(job="train", attempt=1, step=2, level="skipped", reason="given up", resume=3),
         "drop": FreeCopies(shards=(WireShard.of(SHARD),), number=None),
     }
     a.obey(orders[kind])

@@ -22,7 +22,8 @@ from memstore.core.holder.link import Link
 from memstore.core.holder.puts import equal_ranks, push
 from memstore.core.holder.state import HolderState, SubmittedPut
 from memstore.core.wire.calls import SkipStep
-from memstore.core.wire.rank_messages import PutReady, StepLevel
+from memstore.core.wire.orders import StepLevel
+from memstore.core.wire.rank_messages import PutReady
 from memstore.core.wire.reports import PutTimes
 from memstore.errors import CapacityError, IntegrityError, MemstoreError
 from recovery.inventory import ShardId
@@ -60,7 +61,7 @@ async def run(io: HolderIo, state: HolderState, put: SubmittedPut) -> None:
             await io.unexpected(f"put of {shard} on host {state.host_id}", exc)
             why = f"{type(exc).__name__}: {exc}"
         if why:
-            failed = StepLevel(attempt=shard.attempt, step=shard.step, level="failed", reason=why)
+            failed = StepLevel(job=shard.job, attempt=shard.attempt, step=shard.step, level="failed", reason=why)
             await ranks.send_level(io, state, put.link, failed)
             skip = SkipStep(
                 job=shard.job, attempt=shard.attempt, rank=shard.rank, step=shard.step, why=why, is_failed=is_failed
@@ -85,7 +86,7 @@ async def _seal(io: HolderIo, state: HolderState, put: SubmittedPut, shard: Shar
     if known is None:
         return why
     before = state.shared_shards.put_sealed(known, shared_count(put.ready))
-    sealed = StepLevel(attempt=shard.attempt, step=shard.step, level="sealed", digest=known.spec.digest)
+    sealed = StepLevel(job=shard.job, attempt=shard.attempt, step=shard.step, level="sealed", digest=known.spec.digest)
     await ranks.send_level(io, state, put.link, sealed)
     report_copy(state, known, _measured(put.ready, state.now(), before))
     await equal_ranks.compare(io, state, shard)

@@ -38,16 +38,9 @@ from memstore.core.holder.puts import seal
 from memstore.core.schedule.durable_interval import take_turn
 from memstore.core.wire.codec import Request
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.orders import CallAnswered, DurablePlace, Lineage
+from memstore.core.wire.orders import CallAnswered, DurablePlace, Lineage, StepLevel
 from memstore.core.wire.peer_messages import ChunkBatch, FetchChunks, OfferedChunk, Refused, WholeShard
-from memstore.core.wire.rank_messages import (
-    CheckInto,
-    HolderEvent,
-    PutReady,
-    SlotSample,
-    SlotsLeased,
-    StepLevel,
-)
+from memstore.core.wire.rank_messages import CheckInto, HolderEvent, PutReady, SlotSample, SlotsLeased
 from memstore.core.wire.replies import HostVerified
 from memstore.core.wire.reports import IntoChecked, IntoError
 from memstore.errors import IntegrityError, MemstoreError, PeerRefused, PeerUnreachable, TransportError

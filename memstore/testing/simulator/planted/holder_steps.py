@@ -14,7 +14,7 @@ from memstore.core.holder import idle_time, incarnation, ranks
 from memstore.core.holder.puts import seal
 from memstore.core.holder.sessions import Sessions
 from memstore.core.holder.state import HolderState, SubmittedPut
-from memstore.core.wire.rank_messages import StepLevel
+from memstore.core.wire.orders import StepLevel
 from memstore.testing.faults.catalogue import Fault
 from memstore.testing.simulator.planted.bug import nothing, planted, row
 from memstore.testing.simulator.run.cluster import Cluster

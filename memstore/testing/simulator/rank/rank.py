@@ -16,14 +16,8 @@ import msgspec
 from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import Manifest, chunk_digest
 from memstore.core.wire.calls import RankCall, SkipStep
-from memstore.core.wire.rank_messages import (
-    AttemptFenced,
-    HolderEvent,
-    PutReady,
-    SlotSample,
-    SlotsLeased,
-    StepLevel,
-)
+from memstore.core.wire.orders import StepLevel
+from memstore.core.wire.rank_messages import AttemptFenced, HolderEvent, PutReady, SlotSample, SlotsLeased
 from memstore.core.wire.replies import Joined, Noted, NothingStored, Skipped, StepAgreed
 from memstore.testing.controller.holder import LEVELS
 from memstore.testing.requests import request_of

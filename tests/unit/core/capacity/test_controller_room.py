@@ -25,7 +25,7 @@ def watch_orders(world: ControllerWorld) -> dict[str, list[Reserve]]:
 
 
 def slots_of(order: Reserve | Grow) -> dict[int, int]:
-    return {row.rank: row.slots for row in order.ranks}
+    return order.ranks
 
 
 def limit_room(world: ControllerWorld, limit: int) -> None:

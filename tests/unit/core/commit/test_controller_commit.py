@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memstore.core.wire.messages import Received, SendOrder
-from memstore.core.wire.orders import RaiseLevel
+from memstore.core.wire.orders import StepLevel
 from memstore.core.wire.reports import FactsWritten
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import ControllerWorld
@@ -59,7 +59,7 @@ def test_no_ticket_rises_before_the_fact_has_spread() -> None:
     assert {r.tickets[1] for r in ranks} == {"sealed"}
     actions = handle(world.now, acks[0])
     assert any(
-        isinstance(a, SendOrder) and isinstance(a.order, RaiseLevel) and a.order.level == "committed" for a in actions
+        isinstance(a, SendOrder) and isinstance(a.order, StepLevel) and a.order.level == "committed" for a in actions
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memstore.core.wire.orders import AbandonStep, WriteJournal
+from memstore.core.wire.orders import StepLevel, WriteJournal
 from memstore.testing.controller.holder import FakeRank
 from memstore.testing.controller.world import ControllerWorld
 from recovery.inventory import StepId
@@ -27,7 +27,7 @@ def test_a_step_one_rank_skips_is_abandoned_everywhere() -> None:
     world.skip(ranks[1], 1)
     world.run(1.0)
     assert [r.tickets[1] for r in ranks] == ["skipped", "skipped"]
-    reported = world.holders["h0"].received(AbandonStep)
+    reported = [order for order in world.holders["h0"].received(StepLevel) if order.level == "skipped"]
     assert reported[-1].reason == "rank 1 gave up step 1: no room"
     assert world.holders_of(StepId(1, 1), 0) == []
     assert ranks[0].resume_step == ranks[1].resume_step == 2
@@ -217,7 +217,8 @@ def test_no_rank_is_sent_a_skip_before_its_fact_is_replicated() -> None:
     world.run(0.5)
     assert ranks[0].tickets[3] == "sealed"
     assert world.holders_of(StepId(1, 3), 0)
-    assert {order.step for holder in world.holders.values() for order in holder.received(AbandonStep)} == {1}
+    given_up = [order for holder in world.holders.values() for order in holder.received(StepLevel)]
+    assert {order.step for order in given_up if order.level == "skipped"} == {1}
 
     for holder in world.holders.values():
         holder.instead.clear()

@@ -29,7 +29,7 @@ from memstore.core.schedule.put_interval import (
     mean_time_between_failures_s,
     optimal_interval_s,
 )
-from memstore.core.wire.rank_messages import Level, StepLevel
+from memstore.core.wire.orders import Level, StepLevel
 from memstore.core.wire.replies import Joined
 from memstore.errors import ConfigError
 from memstore.intervals import STEPS_MAX, Every, parse_put_every
@@ -257,7 +257,7 @@ def test_a_wait_in_vain_is_logged_once_until_a_commit_comes(caplog: pytest.LogCa
         return due
 
     def raise_level(step: int, level: Level) -> None:
-        schedule.learn(StepLevel(attempt=1, step=step, level=level, put_from=12, put_steps=3))
+        schedule.learn(StepLevel(job="train", attempt=1, step=step, level=level, put_from=12, put_steps=3))
         puts.tickets[step].raise_level(level)
 
     assert train(range(8)) == [*range(8)]

@@ -35,12 +35,12 @@ def put_from(world: ControllerWorld, ranks: list[FakeRank], first: int, last: in
 def peer_slots(world: ControllerWorld, host: str) -> int:
     """The slots that the last order had a host reserve, in all."""
     order = world.holders[host].received(Reserve)[-1]
-    return order.peer_slots + sum(row.slots for row in order.ranks)
+    return order.peer_slots + sum(order.ranks.values())
 
 
 def claim_within(holder: FakeHolder, limit: int, order: Reserve) -> None:
     """Claim what is ordered on a host that has room for so many slots."""
-    asked = order.peer_slots + sum(row.slots for row in order.ranks)
+    asked = order.peer_slots + sum(order.ranks.values())
     problem = f"{asked} slots asked, {limit} there" if asked > limit else None
     if problem is None:
         holder.rooms[order.job] = order
@@ -289,7 +289,7 @@ def test_removing_a_job_says_which_pins_would_be_lost() -> None:
     why = ask(world, ranks[0], "rm")
     assert "job 'train' has pins that would be lost with it: best (step 2)" in why
     assert ask(world, ranks[0], "rm", force=True) == ""
-    assert ranks[0].answers["rm"][-1]["pins"] == [["best", 1, 2]]
+    assert ranks[0].answers["rm"][-1]["pins"] == {"best": {"attempt": 1, "step": 2}}
     world.run(1.0)
     assert all(not holder.copies for holder in world.holders.values())
 

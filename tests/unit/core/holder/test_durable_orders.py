@@ -19,7 +19,6 @@ from memstore.core.wire.orders import (
     DurablePlace,
     Lineage,
     ListMarkers,
-    RankSpec,
     RemoveStep,
     SlicesOfShard,
     WriteMarker,
@@ -37,7 +36,7 @@ STEP = WireStep(1, 2)
 COPY = Copy(SHARD, SPEC, "me")
 STORED = StoredReplica(SHARD, SPEC, (b"0", b"1"), [4, 5])
 MARKER = WriteMarker(
-    job="job", durable=PLACE, step=STEP, specs=(RankSpec(0, WireSpec.of(SPEC)),), key="k",
+    job="job", durable=PLACE, step=STEP, specs={0: WireSpec.of(SPEC)}, key="k",
     lineage=Lineage(attempt=1, parent_attempt=None, parent_step=None),
 )  # fmt: skip
 

@@ -19,7 +19,6 @@ from memstore.core.holder.puts import push, seal
 from memstore.core.holder.reads import stage
 from memstore.core.wire.ids import WireShard, WireSpec, WireStep
 from memstore.core.wire.orders import (
-    AbandonStep,
     CallAnswered,
     ChunkRange,
     DropJob,
@@ -35,13 +34,13 @@ from memstore.core.wire.orders import (
     OrderCheck,
     PushCopy,
     PushTargets,
-    RaiseLevel,
     ReadChunks,
     ReadShard,
     RemoveStep,
     Reserve,
     SlicesOfShard,
     StageShard,
+    StepLevel,
     TakeIncarnation,
     TermNumber,
     VerifyCopies,
@@ -49,7 +48,6 @@ from memstore.core.wire.orders import (
     WriteMarker,
     WriteSlices,
 )
-from memstore.core.wire.rank_messages import StepLevel
 from memstore.core.wire.replies import HostVerified
 from memstore.core.wire.reports import CopiesVerified, IntoChecked
 from memstore.errors import IntegrityError, InternalError
@@ -61,13 +59,13 @@ ROWS, DIGEST = (WireShard.of(SHARD),), SPEC.digest
 STEP = WireStep(1, 2)
 PLACE = DurablePlace(url="/d", compression=None, key_file=None, bytes_per_s=None)
 PACED = structs.replace(PLACE, bytes_per_s=100)
-ROOM: dict[str, Any] = {"job": "job", "attempt": 1, "ranks": (), "peer_slots": 4, "world_size": 1, "versions": 2}
+ROOM: dict[str, Any] = {"job": "job", "attempt": 1, "ranks": {}, "peer_slots": 4, "world_size": 1, "versions": 2}
 BRING: dict[str, Any] = {
     "job": "job", "rank": 0, "shard": WireShard.of(SHARD), "spec": WireSpec.of(SPEC), "attempt": 1, "holders": ("a",),
     "durable": None, "runs": (),
 }  # fmt: skip
 SLICES = WriteSlices(job="job", durable=PLACE, step=STEP, parts=(SlicesOfShard(ROWS[0], DIGEST, (0, 1)),), key="k")
-MARKER = WriteMarker(job="job", durable=PACED, step=STEP, specs=(), key="k", lineage=Lineage(1, None, None))
+MARKER = WriteMarker(job="job", durable=PACED, step=STEP, specs={}, key="k", lineage=Lineage(1, None, None))
 REPAIR = PushCopy(shard=ROWS[0], digest=DIGEST, target="b")
 ROUND = StageShard(**BRING, round=7)
 WRITE, LIST = Lane("write", ("/d",)), Lane("list", ("/d",))
@@ -77,7 +75,7 @@ BEGUN: list[tuple[Order, Lane, Callable[..., Any]]] = [  # each is given the ord
     (ROUND, Lane("stage"), stage.run),
     (ReadShard(**BRING, read=7, reader="n"), Lane("stage"), stage.run),
     (ReadChunks(**BRING, read=7, chunks=(ChunkRange(0, 1),), is_repair=False), Lane("stage"), stage.run),
-    (AbandonStep(job="job", attempt=1, step=2, level="skipped", reason="", resume=3), Lane("drop"), drop.abandon),
+    (StepLevel(job="job", attempt=1, step=2, level="skipped", reason="", resume=3), Lane("drop"), drop.abandon),
     (FreeCopies(shards=ROWS, number=TermNumber(1, 2)), Lane("drop"), drop.free),
     (DropJob(job="job", attempt=1, shards=ROWS), Lane("drop"), drop.drop_job),
     (VerifyCopies(call=9, job="job"), Lane("verify"), orders._verify),
@@ -97,7 +95,7 @@ SESSION: list[Order] = [
     TakeIncarnation(above=1),
     CallAnswered(id=1, reply=b""),
 ]
-AT_ONCE = {PushTargets, OrderCheck, RaiseLevel}  # and slices, which are begun one by one
+AT_ONCE = {PushTargets, OrderCheck, StepLevel}  # and slices, which are begun one by one
 
 
 @dataclass(eq=False)
@@ -199,8 +197,8 @@ def test_a_level_is_sent_before_the_next_order_is_obeyed() -> None:
     host = Host()
     link: Any = SimpleNamespace(nonce="n", job="job", rank=0, attempt=1)
     host.state.ranks.links["n"] = link
-    host.obey(RaiseLevel(job="job", attempt=1, step=2, level="committed"))
-    assert host.calls == [("send_to_rank", link, StepLevel(attempt=1, step=2, level="committed"))]
+    host.obey(StepLevel(job="job", attempt=1, step=2, level="committed"))
+    assert host.calls == [("send_to_rank", link, StepLevel(job="job", attempt=1, step=2, level="committed"))]
 
 
 def test_a_check_of_what_is_gone_is_answered_at_once() -> None:

@@ -20,8 +20,8 @@ from memstore.core.holder.puts import push, seal
 from memstore.core.holder.state import SubmittedPut
 from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.ids import WireCopy
-from memstore.core.wire.orders import PushTargets
-from memstore.core.wire.rank_messages import PutReady, SlotSample, StepLevel
+from memstore.core.wire.orders import PushTargets, StepLevel
+from memstore.core.wire.rank_messages import PutReady, SlotSample
 from memstore.core.wire.reports import Fenced, Sealed
 from memstore.errors import CapacityError, IntegrityError, MemstoreError
 from recovery.inventory import Copy, ShardId, ShardSpec

@@ -10,7 +10,7 @@ from memstore.core.cluster import facts as f
 from memstore.core.journal.compaction import is_needed
 from memstore.core.journal.fact_log import FactLog
 from memstore.core.journal.records import Entry
-from memstore.core.wire.orders import Grow, RankSlots, Reserve, VerifyCopies
+from memstore.core.wire.orders import Grow, Reserve, VerifyCopies
 from memstore.testing.controller.holder import CHUNKS
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import ControllerWorld
@@ -314,7 +314,7 @@ def closed(hosts: int, last: int, **config: object) -> ControllerWorld:
 
 
 def slots_of(room: Reserve | Grow) -> int:
-    return sum(row.slots for row in room.ranks) + room.peer_slots
+    return sum(room.ranks.values()) + room.peer_slots
 
 
 def replace_host_and_controller(world: ControllerWorld, host: str) -> None:
@@ -338,7 +338,7 @@ def test_a_closed_job_has_room_for_what_it_holds_on_a_host_that_came_back_empty(
 
     assert world.run_until(is_repaired, 30.0), world.notes[-20:]
     room = world.holders["h2"].rooms["train"]
-    assert (room.versions, room.ranks) == (len(held), (RankSlots(2, len(held) * CHUNKS),))
+    assert (room.versions, room.ranks) == (len(held), {2: len(held) * CHUNKS})
 
 
 def test_a_closed_job_that_holds_nothing_has_no_room() -> None:

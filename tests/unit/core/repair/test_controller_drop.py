@@ -131,7 +131,7 @@ def test_a_removal_is_answered_once_the_job_is_gone() -> None:
     assert world.run_until(lambda: "rm" in ranks[0].answers)
     assert JOB not in world.served.jobs
     world.run(1.0)
-    assert ranks[0].answers["rm"] == [{"job": JOB, "pins": [], "shards": 2}]
+    assert ranks[0].answers["rm"] == [{"job": JOB, "pins": {}, "shards": 2}]
     assert not any(holder.copies for holder in world.holders.values())
 
 

@@ -45,7 +45,7 @@ def steps(world: ControllerWorld) -> list[int]:
 def reserved(world: ControllerWorld) -> dict[str, int]:
     """Return the slots that the last order had each host reserve."""
     orders = {host: holder.received(Reserve)[-1] for host, holder in world.holders.items()}
-    return {host: order.peer_slots + sum(row.slots for row in order.ranks) for host, order in orders.items()}
+    return {host: order.peer_slots + sum(order.ranks.values()) for host, order in orders.items()}
 
 
 def test_a_leased_step_stays_beside_what_is_kept_until_it_is_let_go_of() -> None:
