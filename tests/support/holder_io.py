@@ -14,7 +14,6 @@ from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder.holder_io import (
     HolderIo,
     Lane,
-    MarkersFound,
     Peer,
     PushSource,
     Stop,
@@ -29,7 +28,7 @@ from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.orders import DurablePlace
 from memstore.core.wire.peer_messages import HasCopy, WholeShard
 from memstore.core.wire.replies import HostVerified
-from memstore.core.wire.reports import Report
+from memstore.core.wire.reports import MarkersFound, Report
 from recovery.inventory import ShardId, ShardSpec, StepId
 
 P = ParamSpec("P")
@@ -184,7 +183,7 @@ class ScriptedIo:
         return not stop.is_set
 
     async def read_markers(self, place: DurablePlace, job: str, check: StepId | None) -> MarkersFound:
-        return MarkersFound(self.key, (), "", "")
+        return MarkersFound(markers=(), key=self.key, damaged="", lacks="")
 
     async def on_store(self, call: Callable[[], T]) -> T:
         return call()

@@ -79,7 +79,6 @@ class Inputs:
             reports.MarkerWritten: p.durable.marker_written,
             reports.StepRemoved: p.durable.step_removed,
             reports.MarkersListed: self._markers,
-            reports.MarkersUnread: self._markers,
             reports.CopiesVerified: queries.verified,
             reports.RankGone: lambda host, report: p.attempts.rank_gone(report.nonce, has_left=report.has_left),
             reports.RankArrived: lambda host, report: takeover.rank_here(report.nonce),
@@ -160,6 +159,6 @@ class Inputs:
         self.parts.steps.inventory(host, report.job, copies)
         self.parts.attempts.fenced(self.state.now, host, report.job, report.attempt)
 
-    def _markers(self, host: str, report: reports.MarkersListed | reports.MarkersUnread) -> None:
+    def _markers(self, host: str, report: reports.MarkersListed) -> None:
         why = self.parts.durable_markers.answered(report)
         self.parts.durable_checks.answered(host, report, why)

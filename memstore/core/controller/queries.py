@@ -15,7 +15,7 @@ from memstore.core.wire import calls
 from memstore.core.wire.calls import VerifyStore
 from memstore.core.wire.codec import Request
 from memstore.core.wire.orders import VerifyCopies
-from memstore.core.wire.replies import HostVerified, NoRollCall, RollCalled, VerifyResult
+from memstore.core.wire.replies import HostVerified, Noted, RollCalled, VerifyResult
 from memstore.core.wire.reports import CopiesVerified
 
 ASK_DEADLINE_S = 300.0  # re-digesting a large host takes a while; a host that answers later is left out
@@ -89,7 +89,7 @@ class Queries:
         found = self.roll_calls.get(key) or self.parts.roll_calls.of(*key)
         if found is not None:
             self.roll_calls[key] = found
-        self.out.answer(call, found or NoRollCall())
+        self.out.answer(call, found or Noted())
 
     def _steps(self, call: Call[calls.AskSteps]) -> None:
         job = job_of(self.state, self.out, call)

@@ -20,7 +20,7 @@ from memstore.core.durable.paths import other_key, place_of
 from memstore.core.durable.states import DurableStates
 from memstore.core.wire.ids import WireStep
 from memstore.core.wire.orders import ListMarkers
-from memstore.core.wire.reports import MarkersListed, MarkersUnread
+from memstore.core.wire.reports import MarkersListed
 from recovery.inventory import StepId
 
 CHECK_DEADLINE_S = 300.0  # every slice is looked at; if no host is done by then the storage counts as unreadable
@@ -75,20 +75,20 @@ class DurableChecks:
         self.out.send(host, ListMarkers(job=job.name, durable=place, call=call, check=step))
         return True
 
-    def answered(self, host: str, report: MarkersListed | MarkersUnread, why: str) -> None:
+    def answered(self, host: str, report: MarkersListed, why: str) -> None:
         """Take a host's look, after its listing; `why` says what it could not read."""
         call = report.call
         check, job = self._waiting(call), self.state.jobs.get(report.job)
         if check is None or job is None:
             return
         lacks = ""
-        if not why and check.step is not None and isinstance(report, MarkersListed):
-            marker, lacks = job.markers.get(check.step), report.lacks
+        if not why and check.step is not None and report.found is not None:
+            marker, lacks = job.markers.get(check.step), report.found.lacks
             if marker is None:
                 lacks = lacks or "durable storage does not have its marker any more"
-            elif not lacks and marker.key not in ("", report.key):
+            elif not lacks and marker.key not in ("", report.found.key):
                 check.needs_key = True
-                why = other_key(marker.key, report.key)
+                why = other_key(marker.key, report.found.key)
         if why:
             self._failed(check, call, why)
             return

@@ -13,7 +13,7 @@ from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.states import DurableStates
 from memstore.core.wire.orders import DurablePlace, ListMarkers
-from memstore.core.wire.reports import MarkersListed, MarkersUnread
+from memstore.core.wire.reports import MarkersListed
 from recovery.inventory import DurableMarker
 from recovery.lineage import AttemptFact
 
@@ -46,7 +46,7 @@ class DurableMarkers:
         self.out.send(host, ListMarkers(job=name, durable=durable, call=call))
         return call
 
-    def answered(self, report: MarkersListed | MarkersUnread) -> str:
+    def answered(self, report: MarkersListed) -> str:
         """Take a list of markers, and let its caller go on; return why there is none, or ""."""
         why = self.listed(report)
         then = self._then.pop(report.call, None)
@@ -54,22 +54,23 @@ class DurableMarkers:
             then(why)
         return why
 
-    def listed(self, report: MarkersListed | MarkersUnread) -> str:
+    def listed(self, report: MarkersListed) -> str:
         """Take a host's list of a job's markers as the present content of durable storage. Return why not, or "".
 
         Where all are damaged it holds what no reader can use: that is no reason to start from nothing (R23).
         """
         name, call = report.job, report.call
         state = self.states.of(name)
-        if isinstance(report, MarkersUnread):
-            state.unread = report.why
+        found = report.found
+        if found is None:
+            state.unread = report.problem
             return state.unread
-        damaged = report.damaged
+        damaged = found.damaged
         state.is_listed = not damaged
         if damaged and damaged != state.unread:
             self.out.log(f"job {name!r}: durable storage: {damaged}", "warning")
         state.unread = damaged
-        if report.markers:
+        if found.markers:
             self.state.jobs.setdefault(name, Job(name))
         job = self.state.jobs.get(name)
         if job is None:
@@ -77,7 +78,7 @@ class DurableMarkers:
         known = dict(job.markers)
         job.markers.clear()
         others = set[int]()
-        for row in report.markers:
+        for row in found.markers:
             table = {rank: spec.spec for rank, spec in row.specs.items()}
             step, lineage = row.step.id, row.lineage
             if step in job.torn:  # its removal failed, or a late write came after it: once more
@@ -104,7 +105,7 @@ class DurableMarkers:
                 "warning",
             )
         state.left_alone = others
-        return "" if report.markers else damaged
+        return "" if found.markers else damaged
 
 
 def _is_of_another_run(job: Job, named: Mapping[int, float]) -> bool:

@@ -23,7 +23,7 @@ from memstore.core.wire.orders import DurablePlace, Lineage
 from memstore.core.wire.peer_messages import ChunksLacking, HasCopy, Refused, WholeShard
 from memstore.core.wire.rank_messages import HolderEvent, PutReady, SlotSample
 from memstore.core.wire.replies import HostVerified
-from memstore.core.wire.reports import MarkerRow
+from memstore.core.wire.reports import MarkersFound
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
 
 P = ParamSpec("P")
@@ -92,16 +92,6 @@ class Stop:
     """The flag that ends the durable writes of a step once it is set."""
 
     is_set: bool = False
-
-
-@dataclass(frozen=True)
-class MarkersFound:
-    """What durable storage has of a job."""
-
-    key: str  # the name of the key that this host has
-    markers: tuple[MarkerRow, ...]
-    damaged: str  # what is wrong with markers that are there and say nothing
-    lacks: str  # what is missing of the step that was to be checked
 
 
 class Lane(NamedTuple):

@@ -21,7 +21,7 @@ from memstore.core.holder.holder_io import HolderIo, Lane, Stop
 from memstore.core.holder.inventory import report_copy
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.orders import DurableOrder, ListMarkers, RemoveStep, WriteMarker, WriteSlices
-from memstore.core.wire.reports import MarkersListed, MarkersUnread, MarkerWritten, SliceWritten, StepRemoved
+from memstore.core.wire.reports import MarkersListed, MarkerWritten, SliceWritten, StepRemoved
 from memstore.errors import IntegrityError, MemstoreError
 from recovery.inventory import DurableMarker, ShardId
 
@@ -149,23 +149,15 @@ async def remove(io: HolderIo, state: HolderState, order: RemoveStep) -> None:
 
 async def markers(io: HolderIo, state: HolderState, order: ListMarkers) -> None:
     """List the durable markers of a job, and report them with the faults of the others."""
-    step = order.check.id if order.check is not None else None
+    step, found, problem = order.check.id if order.check is not None else None, None, ""
     try:
         found = await io.read_markers(order.durable, order.job, step)
     except MemstoreError as exc:
-        why = str(exc)
+        problem = str(exc)
     except Exception as exc:
         await io.unexpected("durable markers", exc)
-        why = repr(exc)
-    else:
-        state.report(
-            MarkersListed(
-                job=order.job, call=order.call, markers=found.markers, key=found.key, damaged=found.damaged,
-                lacks=found.lacks,
-            )
-        )  # fmt: skip
-        return
-    state.report(MarkersUnread(job=order.job, call=order.call, why=why))
+        problem = repr(exc)
+    state.report(MarkersListed(job=order.job, call=order.call, found=found, problem=problem))
 
 
 async def _problem_of(io: HolderIo, work: Coroutine[Any, Any, None]) -> str | None:

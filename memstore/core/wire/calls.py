@@ -16,7 +16,6 @@ from memstore.core.wire.replies import (
     GetAgain,
     Joined,
     LastCopies,
-    NoRollCall,
     Noted,
     NothingStored,
     Persisted,
@@ -192,8 +191,8 @@ class CloseStore(RankRequest[Noted], frozen=True, tag="close"):
     """The exception that training ended by, in one line; "": it ended well (R20)."""
 
 
-class RollCall(Request[RollCalled | NoRollCall], frozen=True, tag="roll_call"):
-    """Ask which ranks have come to a call that all make."""
+class RollCall(Request[RollCalled | Noted], frozen=True, tag="roll_call"):
+    """Ask which ranks have come to a call that all make; Noted if none waits in it."""
 
     job: Name
     of: str

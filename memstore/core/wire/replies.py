@@ -72,10 +72,6 @@ class RollCalled(Message, frozen=True, tag="roll_called"):
     is_complete: bool
 
 
-class NoRollCall(Message, frozen=True, tag="no_roll_call"):
-    """No rank waits for such a call."""
-
-
 # -- of reads (R23-R27) -------------------------------------------------------------------------------
 
 

@@ -219,11 +219,9 @@ class MarkerRow(Row, frozen=True):
     lineage: Lineage
 
 
-class MarkersListed(Message, frozen=True, tag="markers_listed"):
-    """The markers of a job."""
+class MarkersFound(Part, frozen=True):
+    """What durable storage has of a job."""
 
-    job: Name
-    call: Positive
     markers: tuple[MarkerRow, ...]
     key: str
     """The name of the key that this host has."""
@@ -233,12 +231,13 @@ class MarkersListed(Message, frozen=True, tag="markers_listed"):
     """What is not there of the step that was to be checked."""
 
 
-class MarkersUnread(Message, frozen=True, tag="markers_unread"):
-    """Why the markers of a job cannot be listed."""
+class MarkersListed(Message, frozen=True, tag="markers_listed"):
+    """The markers of a job; or why they cannot be listed."""
 
     job: Name
     call: Positive
-    why: str
+    found: MarkersFound | None
+    problem: str
 
 
 DurableReport = SliceWritten | MarkerWritten | StepRemoved
@@ -254,7 +253,6 @@ Report = (
     | IntoChecked
     | DurableReport
     | MarkersListed
-    | MarkersUnread
     | RankArrived
     | RankGone
     | FactsWritten

@@ -32,7 +32,6 @@ from memstore.core.holder.holder_io import (
     CALL_TIMEOUT_S,
     HolderIo,
     Lane,
-    MarkersFound,
     PushSource,
     Stop,
     Storage,
@@ -47,6 +46,7 @@ from memstore.core.wire.orders import DurablePlace, Lineage
 from memstore.core.wire.peer_messages import WholeShard
 from memstore.core.wire.rank_messages import HolderEvent, PutReady, SlotSample, Welcome
 from memstore.core.wire.replies import HostVerified
+from memstore.core.wire.reports import MarkersFound
 from memstore.errors import IntegrityError, TransportError
 from memstore.shell.arena.slot_sample import differing
 from memstore.shell.durable.tier import open_tier
@@ -350,7 +350,8 @@ class BlockingIo:
             tier = open_tier(place)
             records, problems = tier.marker_records(job)
             lacks = "" if check is None else tier.lacks(job, check)
-            return MarkersFound(tier.key, tuple(map(row_of, records)), "; ".join(problems), lacks)
+            rows = tuple(map(row_of, records))
+            return MarkersFound(markers=rows, key=tier.key, damaged="; ".join(problems), lacks=lacks)
 
     # -- this host's memory ---------------------------------------------------------------------
 

@@ -85,7 +85,7 @@ def list_markers(holder: StorageUser, order: orders.ListMarkers) -> None:
     """Report the markers of a job."""
     storage = holder.durable
     if why := storage.problem or holder.durable_problem:
-        holder.report(reports.MarkersUnread(job=order.job, call=order.call, why=why))
+        holder.report(reports.MarkersListed(job=order.job, call=order.call, found=None, problem=why))
         return
     mine = [(place, value) for place, value in sorted(storage.markers.items()) if place[0] == order.job]
     torn = [place[2] for place, _ in mine if place[1:] in storage.damaged]
@@ -98,9 +98,8 @@ def list_markers(holder: StorageUser, order: orders.ListMarkers) -> None:
         for place, (specs, lineage) in mine
         if place[1:] not in storage.damaged
     )  # fmt: skip
-    report = reports.MarkersListed(
-        job=order.job, call=order.call, markers=rows, key=holder.durable_key,
-        damaged="; ".join(f"marker of step {step} is torn" for step in torn),
+    found = reports.MarkersFound(
+        markers=rows, key=holder.durable_key, damaged="; ".join(f"marker of step {step} is torn" for step in torn),
         lacks=storage.lacks if order.check is not None else "",
     )  # fmt: skip
-    holder.report(report)
+    holder.report(reports.MarkersListed(job=order.job, call=order.call, found=found, problem=""))

@@ -27,7 +27,7 @@ from memstore.core.wire.messages import (
     SendOrder,
     Tick,
 )
-from memstore.core.wire.reports import FactsWritten, Fenced, MarkersListed, PutTimes, Reserved, Sealed
+from memstore.core.wire.reports import FactsWritten, Fenced, MarkersFound, MarkersListed, PutTimes, Reserved, Sealed
 from memstore.testing.requests import request_of
 
 JOB = "train"
@@ -109,7 +109,8 @@ class ControllerFleet:
             case orders.Fence():
                 return [Received(host, Fenced(job=JOB, attempt=order.attempt, copies=()))]
             case orders.ListMarkers():
-                listed = MarkersListed(job=JOB, call=order.call, markers=(), key="", damaged="", lacks="")
+                found = MarkersFound(markers=(), key="", damaged="", lacks="")
+                listed = MarkersListed(job=JOB, call=order.call, found=found, problem="")
                 return [Received(host, listed)]
             case orders.Reserve():
                 self.rooms[host] = order

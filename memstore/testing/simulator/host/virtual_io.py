@@ -26,7 +26,6 @@ from memstore.core.holder.holder_io import (
     CALL_TIMEOUT_S,
     HolderIo,
     Lane,
-    MarkersFound,
     PushSource,
     Stop,
     Storage,
@@ -42,7 +41,7 @@ from memstore.core.wire.orders import CallAnswered, DurablePlace, Lineage, StepL
 from memstore.core.wire.peer_messages import ChunkBatch, FetchChunks, OfferedChunk, Refused, WholeShard
 from memstore.core.wire.rank_messages import CheckInto, HolderEvent, PutReady, SlotSample, SlotsLeased
 from memstore.core.wire.replies import HostVerified
-from memstore.core.wire.reports import IntoChecked, IntoError
+from memstore.core.wire.reports import IntoChecked, IntoError, MarkersFound
 from memstore.errors import IntegrityError, MemstoreError, PeerRefused, PeerUnreachable, TransportError
 from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
 from memstore.testing.simulator.host.context import HostContext
@@ -309,7 +308,7 @@ class VirtualIo:
             if name == job
         )
         lacks = "" if check is None else self._lacks(job, check)
-        return MarkersFound(self.storage.key_of(place, self.holder.host_id), rows, "", lacks)
+        return MarkersFound(markers=rows, key=self.storage.key_of(place, self.holder.host_id), damaged="", lacks=lacks)
 
     def _lacks(self, job: str, step: StepId) -> str:
         """Say which part of a step is not there, "" if all are."""

@@ -24,7 +24,7 @@ from memstore.core.wire.orders import (
     WriteMarker,
     WriteSlices,
 )
-from memstore.core.wire.reports import MarkersListed, MarkersUnread, MarkerWritten, Sealed, StepRemoved
+from memstore.core.wire.reports import MarkersFound, MarkersListed, MarkerWritten, Sealed, StepRemoved
 from memstore.errors import TransportError
 from recovery.inventory import Copy, ShardId, ShardSpec
 
@@ -198,10 +198,11 @@ def test_a_removal_is_reported_with_what_it_left(only_unmarked: bool, problem: s
 def test_markers_are_listed_with_the_key_of_this_host() -> None:
     """A list that fails is reported as failed, with its reason and without a marker."""
     host, order = Host(), ListMarkers(job="job", durable=PLACE, call=9)
+    found = MarkersFound(markers=(), key="k", damaged="", lacks="")
     host.play(persist.markers(host, host.state, order))
     host.errors = {"read_markers": TransportError("storage hangs")}
     host.play(persist.markers(host, host.state, order))
     assert host.reports == [
-        MarkersListed(job="job", call=9, markers=(), key="k", damaged="", lacks=""),
-        MarkersUnread(job="job", call=9, why="storage hangs"),
+        MarkersListed(job="job", call=9, found=found, problem=""),
+        MarkersListed(job="job", call=9, found=None, problem="storage hangs"),
     ]
