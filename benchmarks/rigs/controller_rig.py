@@ -143,8 +143,8 @@ class Fleet:
                 return None if order.has_more else FactsWritten(seq=order.seq)
             case Fence():
                 return Fenced(job=JOB, attempt=order.attempt, copies=tuple(host.copies.values()))
-            case Reserve():
-                return Reserved(job=JOB, attempt=order.attempt, call=order.call, problem=None)
+            case Reserve(is_claim=True):
+                return Reserved(job=JOB, attempt=order.attempt, number=order.number, problem=None)
             case PushTargets():
                 self.targets[host.name] = list(order.targets)
             case FreeCopies() | DropJob():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memstore.core.wire.orders import Grow, Reserve
+from memstore.core.wire.orders import Reserve
 
 
 @dataclass(slots=True)
@@ -23,6 +23,6 @@ class PeerShare:
         return sum(self.ranks.values()) + self.peer_slots
 
 
-def share_of(order: Reserve | Grow) -> PeerShare:
+def share_of(order: Reserve) -> PeerShare:
     """Return the room that an order names."""
     return PeerShare(order.attempt, dict(order.ranks), order.peer_slots, order.world_size, order.versions)

@@ -1,14 +1,12 @@
 """Room for a job's versions: reserved on all hosts at the first put, or refused on all ranks alike. Pure (R10, R19).
 
-Pins and leases claim room as well, with an order that carries a call's number, by which its answers are known.
+Pins and leases claim room as well. Every order carries a number, by which its answers are known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-
-from msgspec import structs
 
 from memstore.core.capacity.retention import Retention
 from memstore.core.cluster.collective import attempt_of, gather_timeout, job_removed, newer_attempt
@@ -23,7 +21,7 @@ from memstore.core.cluster.text import listed_pins
 from memstore.core.journal.replication import Journal
 from memstore.core.targets.targets import ClusterView, PeerHostLookup
 from memstore.core.wire.calls import ReserveRoom
-from memstore.core.wire.orders import Grow, Reserve
+from memstore.core.wire.orders import Reserve, TermNumber
 from memstore.core.wire.replies import Noted
 from memstore.core.wire.reports import Reserved
 
@@ -45,6 +43,7 @@ class Reservation:
     waits: set[str] = field(default_factory=set)
     refusals: dict[str, str] = field(default_factory=dict)
     faults: set[str] = field(default_factory=set)  # hosts that refused for want of something else than room
+    number: int = 0  # of the order
     is_ordered: bool = False
     is_claimed: bool = False  # every host has the room; the fact is spreading
 
@@ -80,13 +79,14 @@ class Reservations:
         view: ClusterView,
         retention: Retention,
     ) -> None:
-        self.state, self.out, self.journal = state, out, journal
+        self.state, self.out, self.journal, self.term = state, out, journal, journal.log.term
         self.sent_orders, self.view, self.retention = sent_orders, view, retention
-        self.claims: dict[int, Claim] = {}  # by call
-        self.calls_count = 0
+        self.claims: dict[int, Claim] = {}  # by the number of the order
+        self.orders_count = 0
         self.active: dict[str, Reservation] = {}
         self.unroomed: dict[tuple[str, str], ReservationRefused] = {}  # by job and late host
-        self.tight: set[tuple[str, str]] = set()  # job and host that has no room for pinned copies which are to move
+        # Job and host that has no room for pinned copies which are to move -> the last order that asked for it.
+        self.tight: dict[tuple[str, str], int] = {}
 
     def reserve(self, call: Call[ReserveRoom]) -> None:
         """Handle a rank's preparation or first put, or a put that has outgrown its share."""
@@ -119,7 +119,7 @@ class Reservations:
         if active is None or active.attempt != attempt.attempt_number:
             self._dismiss(active, *newer_attempt(job.name))
             active = self.active[job.name] = Reservation(attempt.attempt_number)
-            self.tight = {key for key in self.tight if key[0] != job.name}
+            self._forget_tight(job.name)
         known = attempt.needs.get(rank)
         attempt.needs[rank] = max(slots, known or 0) if attempt.has_put else slots  # what puts live in never shrinks
         if rank in active.late or (active.is_ordered and slots > (known or 0)):
@@ -139,7 +139,7 @@ class Reservations:
         self.take_back_leases()
         if not attempt.has_put:
             self.retention.free_unrestorable(job)
-        active.waits = self.order(job, attempt)
+        active.waits, active.number = self.order(job, attempt), self.orders_count
         self._finish(job, active)
 
     def _is_gathered(self, attempt: Attempt, active: Reservation) -> bool:
@@ -175,10 +175,8 @@ class Reservations:
 
     def claim(self, job: Job, attempt: Attempt, done: Callable[[str, str], None]) -> set[str]:
         """Ask every live host of the job for the room it needs now, then call `done`. Return the hosts asked."""
-        self.calls_count += 1
-        number = self.calls_count
-        hosts = self.order(job, attempt, call=number)
-        self.claims[number] = Claim(job.name, set(hosts), done)
+        hosts = self.order(job, attempt)
+        self.claims[self.orders_count] = Claim(job.name, set(hosts), done)
         self._finish_claims()
         return hosts
 
@@ -192,10 +190,11 @@ class Reservations:
             self.order(job, attempt, is_growth=True)
 
     def order(
-        self, job: Job, attempt: Attempt, *, only: Collection[str] | None = None, call: int | None = None,
-        is_growth: bool = False, is_news_only: bool = False,
+        self, job: Job, attempt: Attempt, *, only: Collection[str] | None = None, is_growth: bool = False,
+        is_news_only: bool = False,
     ) -> set[str]:  # fmt: skip
         """Send every live host of the job (or some, or those to which it is news) what to claim; return the hosts."""
+        self.orders_count += 1
         if self.view.placement(job) is None:
             return set()
         keep = versions_count(job, attempt)
@@ -218,16 +217,17 @@ class Reservations:
         for host in sorted(hosts):
             ranks = local.get(host, {})
             repair = sum(self.need(job, attempt, rank) for rank in ranks) if keep or beside else 0
-            order = (Grow if is_growth else Reserve)(
-                job=job.name, attempt=attempt.attempt_number,
-                ranks=dict(sorted(ranks.items())),
+            order = Reserve(
+                job=job.name, attempt=attempt.attempt_number, ranks=dict(sorted(ranks.items())),
                 peer_slots=peer_slots.get(host, 0) + repair, world_size=attempt.world_size, versions=keep,
+                number=TermNumber(self.term, self.orders_count), is_claim=not is_growth,
             )  # fmt: skip
             if is_news_only and sent_orders.is_known(host, order):
                 hosts.discard(host)
                 continue
-            sent_orders.note(host, order)
-            self.out.send(host, structs.replace(order, call=call) if isinstance(order, Reserve) else order)
+            if order.is_claim:
+                sent_orders.note(host, order)
+            self.out.send(host, order)
         return hosts
 
     def take_back_leases(self) -> None:
@@ -294,43 +294,51 @@ class Reservations:
         return 0
 
     def reserved(self, host_id: str, report: Reserved) -> None:
-        """Take a host's answer: the room is claimed, or refused with numbers."""
-        problem = report.problem
+        """Take a host's answer to an order of this term: the room is claimed, or refused with numbers.
+
+        It settles what waits for an older order as well, whose answer went with a session: the newer one asks for all.
+        """
+        problem, number = report.problem, report.number.number
+        if report.number.term != self.term:
+            return
         if problem is not None:
             self.sent_orders.refused(host_id, Reserve, report.job)
-            if self._asked_for_less(host_id, report):
+            if self._is_asked_for_less(host_id, report):
                 return
-        claim = self.claims.get(report.call) if report.call is not None else None
-        if claim is not None:
+        claims = [c for n, c in self.claims.items() if c.job == report.job and n <= number and host_id in c.waits]
+        for claim in claims:
             claim.waits.discard(host_id)
             if problem is not None:
                 claim.refusals[host_id] = problem
-            self._finish_claims()
-            return
         active = self.active.get(report.job)
-        if active is None or active.attempt != report.attempt or not active.is_ordered or active.is_claimed:
+        is_waited = active is not None and active.is_ordered and not active.is_claimed and active.number <= number
+        if active is not None and is_waited and active.attempt == report.attempt:
+            active.waits.discard(host_id)
+            if problem is not None:
+                active.refusals[host_id] = problem
+                active.faults.update([host_id] if report.is_fault else [])
+            if not active.waits:
+                self._finish(self.state.jobs[report.job], active)
+        elif not claims:
             self._reserved_late(host_id, report.job, report.attempt, problem or "")
-            return
-        active.waits.discard(host_id)
-        if problem is not None:
-            active.refusals[host_id] = problem
-            active.faults.update([host_id] if report.is_fault else [])
-        if not active.waits:
-            self._finish(self.state.jobs[report.job], active)
+        self._finish_claims()
 
-    def _asked_for_less(self, host_id: str, report: Reserved) -> bool:
-        """Ask a host again without the pinned copies that are to move; False if it was not asked for these."""
+    def _is_asked_for_less(self, host_id: str, report: Reserved) -> bool:
+        """Ask a host again without the pinned copies that are to move, once; False if it was not asked for these."""
+        key, asked = (report.job, host_id), self.orders_count
+        if key in self.tight:
+            return report.number.number <= self.tight[key]
         job = self.state.jobs.get(report.job)
         attempt = job.newest if job is not None else None
         if job is None or attempt is None or attempt.attempt_number != report.attempt or report.is_fault:
             return False
-        key = (job.name, host_id)
-        if key in self.tight or host_id not in self._pinned_elsewhere(
-            job, attempt, PeerHostLookup(self.view, job, attempt)
-        ):
+        if host_id not in self._pinned_elsewhere(job, attempt, PeerHostLookup(self.view, job, attempt)):
             return False
-        self.tight.add(key)
-        return bool(self.order(job, attempt, only=(host_id,), call=report.call))
+        self.tight[key] = asked
+        return bool(self.order(job, attempt, only=(host_id,)))
+
+    def _forget_tight(self, name: str) -> None:
+        self.tight = {key: number for key, number in self.tight.items() if key[0] != name}
 
     def _reserved_late(self, host_id: str, name: str, attempt: int, why: str) -> None:
         """Note the share of a host that joined an attempt under way, or ask it again: room may become free there."""
@@ -401,7 +409,7 @@ class Reservations:
     def forget(self, name: str) -> None:
         """Drop every wait for the reservations of a removed job."""
         self.claims = {n: claim for n, claim in self.claims.items() if claim.job != name}
-        self.tight = {key for key in self.tight if key[0] != name}
+        self._forget_tight(name)
         self._dismiss(self.active.pop(name, None), *job_removed(name))
 
     def tick(self, now: float) -> None:

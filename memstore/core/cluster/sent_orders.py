@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from memstore.core.wire.orders import Grow, PushTargets, Reserve
+from msgspec import structs
 
-JobOrder = Reserve | Grow | PushTargets
+from memstore.core.wire.orders import PushTargets, Reserve, TermNumber
+
+JobOrder = Reserve | PushTargets
 
 
 class SentOrders:
@@ -14,8 +16,9 @@ class SentOrders:
         self._orders: dict[str, dict[tuple[type[JobOrder], str], JobOrder]] = {}
 
     def is_known(self, host: str, order: JobOrder) -> bool:
-        """Return whether a host has this very order already."""
-        return self._orders.get(host, {}).get((type(order), order.job)) == order
+        """Return whether a host has this very order already, whatever its number."""
+        known = self._orders.get(host, {}).get((type(order), order.job))
+        return known is not None and _unnumbered(known) == _unnumbered(order)
 
     def note(self, host: str, order: JobOrder) -> None:
         """Note the order that a host is sent now."""
@@ -34,3 +37,7 @@ class SentOrders:
         for orders in self._orders.values():
             for key in [key for key in orders if key[1] == name]:
                 del orders[key]
+
+
+def _unnumbered(order: JobOrder) -> JobOrder:
+    return structs.replace(order, number=TermNumber(0, 0)) if isinstance(order, Reserve) else order

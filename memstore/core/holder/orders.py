@@ -18,7 +18,6 @@ from memstore.core.wire.orders import (
     DurableOrder,
     Fence,
     FreeCopies,
-    Grow,
     HostNews,
     Order,
     OrderCheck,
@@ -48,9 +47,7 @@ def obey(io: HolderIo, state: HolderState, order: Order) -> Coroutine[Any, Any, 
         case PushTargets():
             state.shared_shards.declare(order)
         case Reserve():
-            io.start(ROOM, room.reserve, state, order)
-        case Grow():
-            io.start(ROOM, room.grow, state, order)
+            io.start(ROOM, room.reserve if order.is_claim else room.grow, state, order)
         case PushCopy():
             copy = push.Push(order.shard.id, order.digest, order.target, is_repair=True)
             if push.begin(state, copy):

@@ -14,7 +14,7 @@ from memstore.core.arena.share import share_of
 from memstore.core.holder import ranks
 from memstore.core.holder.holder_io import HolderIo
 from memstore.core.holder.state import HolderState
-from memstore.core.wire.orders import Grow, Reserve
+from memstore.core.wire.orders import Reserve
 from memstore.core.wire.reports import Reserved
 from memstore.errors import CapacityError
 
@@ -47,11 +47,11 @@ async def reserve(io: HolderIo, state: HolderState, order: Reserve) -> None:
                 )
         break
     await io.wait_for(is_connected, CONNECT_S)
-    state.report(Reserved(job=job, attempt=order.attempt, call=order.call, problem=problem, is_fault=is_fault))
+    state.report(Reserved(job=job, attempt=order.attempt, number=order.number, problem=problem, is_fault=is_fault))
     await ranks.grant_job(io, state, job)
 
 
-async def grow(io: HolderIo, state: HolderState, order: Grow) -> None:
+async def grow(io: HolderIo, state: HolderState, order: Reserve) -> None:
     """Have memory and streams for the puts that may follow a restore; this claims nothing."""
     await io.begin_connect(order.job)
     with contextlib.suppress(CapacityError):

@@ -105,20 +105,9 @@ class Reserve(Message, frozen=True, tag="reserve"):
     peer_slots: Unsigned
     world_size: Unsigned
     versions: Unsigned
-    call: Positive | None = None
-    """The number of a pin's or lease's claim; None: the attempt's own."""
-
-
-class Grow(Message, frozen=True, tag="grow"):
-    """Have memory and connections ready for such room; claims nothing."""
-
-    job: Name
-    attempt: Unsigned
-    ranks: dict[Unsigned, Unsigned]
-    """The slots of each rank of this host."""
-    peer_slots: Unsigned
-    world_size: Unsigned
-    versions: Unsigned
+    number: TermNumber
+    is_claim: bool = True
+    """False: claim and report nothing, but have memory and connections ready for such room."""
 
 
 # -- copies -------------------------------------------------------------------------------------------
@@ -342,7 +331,6 @@ Order = (
     | Fence
     | PushTargets
     | Reserve
-    | Grow
     | PushCopy
     | FreeCopies
     | DropJob

@@ -119,7 +119,8 @@ class Reserved(Message, frozen=True, tag="reserved"):
 
     job: Name
     attempt: Unsigned
-    call: Positive | None
+    number: TermNumber
+    """Of the order. A host obeys orders of room one after the other, so one of a higher number says more."""
     problem: str | None
     is_fault: bool = False
     """There may be room: the holder could not claim it."""

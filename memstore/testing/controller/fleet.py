@@ -112,9 +112,9 @@ class ControllerFleet:
                 found = MarkersFound(markers=(), key="", damaged="", lacks="")
                 listed = MarkersListed(job=JOB, call=order.call, found=found, problem="")
                 return [Received(host, listed)]
-            case orders.Reserve():
+            case orders.Reserve(is_claim=True):
                 self.rooms[host] = order
-                return [Received(host, Reserved(job=JOB, attempt=order.attempt, call=order.call, problem=None))]
+                return [Received(host, Reserved(job=JOB, attempt=order.attempt, number=order.number, problem=None))]
             case orders.PushTargets():
                 self.targets[host] = list(order.targets)
             case orders.StepLevel(level="committed"):

@@ -109,7 +109,7 @@ class FakeHolder:
         self.is_up = True
         self.refuses_copies, self.refuses_room = "", ""  # why pushes, or orders of room, are refused
         self.is_room_fault = False  # it refuses for want of something else than room
-        self.rooms: dict[str, orders.Reserve | orders.Grow] = {}  # by job; without one no copy is taken from a peer
+        self.rooms: dict[str, orders.Reserve] = {}  # by job; without one no copy is taken from a peer
         self.staging_fails = ""
         self.checks_lost = 0  # so many of the next check orders find the rank's link broken
         self.orders: list[orders.Order] = []
@@ -243,7 +243,9 @@ class FakeHolder:
             case orders.PushTargets():
                 self.targets[order.job] = list(order.targets)
                 self.rank_targets[order.job] = {row.rank: list(row.targets) for row in order.ranks}
-            case orders.Grow():  # copies of the job are accepted without a reservation; the real holder grows its arena
+            case orders.Reserve(
+                is_claim=False
+            ):  # copies of the job are accepted without a reservation; the real holder grows its arena
                 self.rooms.setdefault(order.job, order)
             case orders.Reserve():
                 why = self.refuses_room
@@ -251,7 +253,7 @@ class FakeHolder:
                     self.rooms[order.job] = order
                 self.report(
                     reports.Reserved(
-                        job=order.job, attempt=order.attempt, call=order.call, problem=why or None,
+                        job=order.job, attempt=order.attempt, number=order.number, problem=why or None,
                         is_fault=bool(why) and self.is_room_fault,
                     )
                 )  # fmt: skip

@@ -173,7 +173,7 @@ def test_an_order_that_fails_is_answered(
 
     channel = dial(5)
     greeted(channel)
-    share = Reserve(job="job", attempt=1, ranks={0: 2}, peer_slots=0, world_size=1, versions=1, call=7)
+    share = Reserve(job="job", attempt=1, ranks={0: 2}, peer_slots=0, world_size=1, versions=1, number=TermNumber(5, 7))
     with monkeypatch.context() as patch:
         patch.setattr(holder.replicas.arena, "grow", fail)
         patch.setattr(holder.scrubber, "verify_all", fail)
@@ -183,14 +183,14 @@ def test_an_order_that_fails_is_answered(
     reserved, verified = answers[Reserved], answers[CopiesVerified]
     assert isinstance(reserved, Reserved)
     assert isinstance(verified, CopiesVerified)
-    assert (reserved.call, verified.call, verified.found) == (7, 8, None)
+    assert (reserved.number, verified.call, verified.found) == (TermNumber(5, 7), 8, None)
     said = str(error.args[-1]) if error.args else repr(error)
     assert said in str(reserved.problem)
     assert said in verified.problem
-    send(channel, structs.replace(share, call=9))
+    send(channel, structs.replace(share, number=TermNumber(5, 9)))
     again = received(channel)
     assert isinstance(again, Reserved)
-    assert (again.call, again.problem) == (9, None)
+    assert (again.number, again.problem) == (TermNumber(5, 9), None)
 
 
 @pytest.mark.parametrize("term", [5, 6])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memstore.core.wire.orders import Grow, Reserve
+from memstore.core.wire.orders import Reserve
 from memstore.testing.controller.holder import CHUNKS, FakeHolder, FakeRank
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import ControllerWorld
@@ -24,7 +24,7 @@ def watch_orders(world: ControllerWorld) -> dict[str, list[Reserve]]:
     return seen
 
 
-def slots_of(order: Reserve | Grow) -> dict[int, int]:
+def slots_of(order: Reserve) -> dict[int, int]:
     return order.ranks
 
 

@@ -97,9 +97,8 @@ def test_a_host_that_refused_its_room_is_reported_again_with_the_next_change() -
     fleet.put(1)
     tick(fleet)
     refused = fleet.rooms[fleet.hosts[7]]
-    fleet.machine.parts.room.reserved(
-        fleet.hosts[7], Reserved(job=JOB, attempt=refused.attempt, call=None, problem="full")
-    )
+    full = Reserved(job=JOB, attempt=refused.attempt, number=refused.number, problem="full")
+    fleet.machine.parts.room.reserved(fleet.hosts[7], full)
     fleet.rooms.clear()
     lose(fleet, fleet.hosts[0])
     tick(fleet)
@@ -127,7 +126,7 @@ def test_what_is_reported_piecewise_is_what_all_would_be_sent(story: list[tuple[
         if isinstance(order, PushTargets):
             assert fleet.targets[host] == list(order.targets)
         if isinstance(order, Reserve):
-            assert replace(fleet.rooms[host], call=None) == order
+            assert replace(fleet.rooms[host], number=order.number) == order
 
 
 def test_nothing_commits_before_it_is_known_who_is_to_have_copies() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -44,7 +45,7 @@ def claim_within(holder: FakeHolder, limit: int, order: Reserve) -> None:
     problem = f"{asked} slots asked, {limit} there" if asked > limit else None
     if problem is None:
         holder.rooms[order.job] = order
-    holder.report(Reserved(job=order.job, attempt=order.attempt, call=order.call, problem=problem, is_fault=False))
+    holder.report(Reserved(job=order.job, attempt=order.attempt, number=order.number, problem=problem, is_fault=False))
 
 
 def test_a_pinned_step_stays_until_it_is_unpinned() -> None:
@@ -325,3 +326,43 @@ def test_two_hosts_full_of_each_others_pinned_copies_do_not_wait_for_ever(has_ro
         assert world.run_until(lambda: all(len(world.holders_of(StepId(2, 9), r)) == 2 for r in range(4)), 90.0)
         assert world.run_until(lambda: {host: peer_slots(world, host) for host in hosts} == before, 90.0)
     assert len(world.job().pins) == 5
+
+
+def test_an_answer_is_of_the_order_that_it_names() -> None:
+    """Two orders ask a host for room of pinned copies that are to move, which it lacks: both are asked for less.
+
+    The second refusal comes after the order for the rest, and is none of it.
+    """
+    world, ranks = trained(4, last=1)
+    hosts = sorted(world.holders)
+    for step in range(1, 6):
+        assert ask(world, ranks[0], "pin", step=step, name=f"p{step}") == ""
+        put_from(world, ranks, step + 1, step + 1)
+    limits = {host: peer_slots(world, host) + 10 for host in hosts}  # for one more pin, and not for all that is to move
+    waiting: list[Callable[[], None]] = []
+    is_slow = True
+
+    def later(holder: FakeHolder, order: Reserve) -> None:
+        claim = partial(claim_within, holder, limits[holder.host_id], order)
+        waiting.append(claim) if is_slow else claim()
+
+    for host in hosts:
+        world.holders[host].refuses_copies = "busy"
+        world.holders[host].instead[Reserve] = partial(later, world.holders[host])
+    for rank in ranks:
+        world.kill_rank(rank)
+    moved = [world.join(rank, 4, "moved", host=hosts[place]) for rank, place in enumerate((0, 2, 1, 3))]
+    assert world.run_until(lambda: all(rank.answers.get("join") for rank in moved), 15.0)
+    world.get(moved)
+    waiting.clear()
+    for rank in moved:
+        world.call(rank, "reserve", slots=4)
+    assert world.run_until(lambda: len(waiting) == len(hosts), 5.0)
+    world.call(moved[0], "pin", step=6, name="p6")
+    assert world.run_until(lambda: len(waiting) == 2 * len(hosts), 5.0)
+    is_slow = False
+    for claim in waiting:
+        claim()
+    world.run(5.0)
+    assert not moved[0].errors.get("pin")
+    assert sorted(world.job().pins) == [f"p{number}" for number in range(1, 7)]

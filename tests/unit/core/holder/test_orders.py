@@ -26,7 +26,6 @@ from memstore.core.wire.orders import (
     EchoClock,
     Fence,
     FreeCopies,
-    Grow,
     HostNews,
     Lineage,
     ListMarkers,
@@ -59,7 +58,15 @@ ROWS, DIGEST = (WireShard.of(SHARD),), SPEC.digest
 STEP = WireStep(1, 2)
 PLACE = DurablePlace(url="/d", compression=None, key_file=None, bytes_per_s=None)
 PACED = structs.replace(PLACE, bytes_per_s=100)
-ROOM: dict[str, Any] = {"job": "job", "attempt": 1, "ranks": {}, "peer_slots": 4, "world_size": 1, "versions": 2}
+ROOM: dict[str, Any] = {
+    "job": "job",
+    "attempt": 1,
+    "ranks": {},
+    "peer_slots": 4,
+    "world_size": 1,
+    "versions": 2,
+    "number": TermNumber(1, 1),
+}
 BRING: dict[str, Any] = {
     "job": "job", "rank": 0, "shard": WireShard.of(SHARD), "spec": WireSpec.of(SPEC), "attempt": 1, "holders": ("a",),
     "durable": None, "runs": (),
@@ -71,7 +78,7 @@ ROUND = StageShard(**BRING, round=7)
 WRITE, LIST = Lane("write", ("/d",)), Lane("list", ("/d",))
 BEGUN: list[tuple[Order, Lane, Callable[..., Any]]] = [  # each is given the order
     (Reserve(**ROOM), Lane("room"), room.reserve),
-    (Grow(**ROOM), Lane("room"), room.grow),
+    (Reserve(**ROOM, is_claim=False), Lane("room"), room.grow),
     (ROUND, Lane("stage"), stage.run),
     (ReadShard(**BRING, read=7, reader="n"), Lane("stage"), stage.run),
     (ReadChunks(**BRING, read=7, chunks=(ChunkRange(0, 1),), is_repair=False), Lane("stage"), stage.run),

@@ -10,11 +10,11 @@ from holder_io import ScriptedIo
 
 from memstore.core.arena.share import PeerShare
 from memstore.core.holder import room
-from memstore.core.wire.orders import Reserve
+from memstore.core.wire.orders import Reserve, TermNumber
 from memstore.core.wire.reports import Reserved
 from memstore.errors import ConfigError
 
-ORDER = Reserve(job="j", attempt=1, ranks={0: 4}, peer_slots=4, world_size=1, versions=2)
+ORDER = Reserve(job="j", attempt=1, ranks={0: 4}, peer_slots=4, world_size=1, versions=2, number=TermNumber(1, 3))
 
 
 @dataclass(eq=False)

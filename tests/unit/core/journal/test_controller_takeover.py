@@ -10,7 +10,7 @@ from memstore.core.cluster import facts as f
 from memstore.core.journal.compaction import is_needed
 from memstore.core.journal.fact_log import FactLog
 from memstore.core.journal.records import Entry
-from memstore.core.wire.orders import Grow, Reserve, VerifyCopies
+from memstore.core.wire.orders import Reserve, VerifyCopies
 from memstore.testing.controller.holder import CHUNKS
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import ControllerWorld
@@ -313,7 +313,7 @@ def closed(hosts: int, last: int, **config: object) -> ControllerWorld:
     return world
 
 
-def slots_of(room: Reserve | Grow) -> int:
+def slots_of(room: Reserve) -> int:
     return sum(room.ranks.values()) + room.peer_slots
 
 

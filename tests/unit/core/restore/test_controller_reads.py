@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memstore.core.wire.orders import Grow, PushCopy, ReadShard
+from memstore.core.wire.orders import PushCopy, ReadShard, Reserve, TermNumber
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import JOB
 from memstore.testing.requests import request_of
@@ -58,7 +58,7 @@ def test_a_shard_of_another_world_size_comes_without_its_step_being_named() -> N
 def test_what_is_read_is_surplus_nowhere_until_the_read_has_ended() -> None:
     """A host that placement has left keeps the copy that a read was planned to come from (R7)."""
     world, _ = trained(6, 3)
-    room = Grow(job=JOB, attempt=1, ranks=(), peer_slots=1000, world_size=3, versions=1)
+    room = Reserve(job=JOB, attempt=1, ranks={}, peer_slots=1000, world_size=3, versions=1, number=TermNumber(1, 1))
     for host in ("h3", "h4", "h5"):
         world.holders[host].rooms["train"] = room  # memory of another job that is gone
     world.work_s = (3.0, 3.0)  # of the pushes to where the ranks are now
