@@ -9,7 +9,7 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt setup.py memstore/shell/native/native.c
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[train,frameworks,safetensors,objects,compression,encryption,bench,docs,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[train,frameworks,safetensors,objects,compression,encryption,docs,dev]'
 	$(MAKE) native
 	touch $@
 # The optional C helper, beside its source. pyarrow, which ray[train] brings, carries xxhash.h: no package of the system

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.report`: render what is generated of benchmarks/README.md, and the plots, from the results.
+"""`python -m benchmarks.report`: render what is generated of benchmarks/README.md from the results.
 
 The README's generated parts stand between markers; everything else in it is written by hand.
 """
@@ -109,13 +109,11 @@ def _anchor(file: str) -> str:
     return file.replace("_", "-")
 
 
-def sections(measured: Mapping[str, list[Record]], plotted: set[str]) -> str:
-    """Return one section for each benchmark: its table, its plot, how it was taken."""
+def sections(measured: Mapping[str, list[Record]]) -> str:
+    """Return one section for each benchmark: its table, and how it was taken."""
     parts = []
     for file, records in measured.items():
         lines = [f"### {_anchor(file)}", ""]
-        if file in plotted:
-            lines += [f"![{_anchor(file)}](plots/{file}.svg)", ""]
         lines += [HEAD, *(rows(record) for record in records), ""]
         notes = [note for record in records for note in record.notes]
         taken = dict.fromkeys(_taken(record) for record in records)
@@ -149,21 +147,13 @@ def read(folder: Path = results.FOLDER) -> dict[str, list[Record]]:
 
 def page(text: str, measured: Mapping[str, list[Record]]) -> str:
     """Return the page with its generated parts rendered again."""
-    plotted = {file for file, records in measured.items() if any(record.seconds for record in records)}
-    return filled(text, {"targets": targets_table(measured), "results": sections(measured, plotted)})
+    return filled(text, {"targets": targets_table(measured), "results": sections(measured)})
 
 
 def main() -> None:
-    """Render the page and the plots that lie beside it."""
-    from benchmarks.report.plots import plot
-
-    measured = read()
+    """Render the page."""
     readme = HERE / "README.md"
-    readme.write_text(page(readme.read_text(encoding="utf-8"), measured), encoding="utf-8")
-    (HERE / "plots").mkdir(exist_ok=True)
-    for file, records in measured.items():
-        if any(record.seconds for record in records):
-            plot(records, HERE / "plots" / f"{file}.svg")
+    readme.write_text(page(readme.read_text(encoding="utf-8"), read()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ TWO_WAYS = _at_most(
 FIRST_PUT_PEER = _at_most(
     0.15, "first put peer", "first put once ready / lm-resiliency's first save + replicate", "peers"
 )
-FIRST_PUT = _at_most(1.5, "first put", "first put once ready / warm put", "prepare")
+FIRST_PUT = _at_most(1.5, "first put", "first put once ready / warm put", "put")
 COMMIT = _at_most(0.020, "commit", "put to committed beyond the last seal, 4 hosts, in seconds", "scale")
 GET_LOCAL = _at_most(1.15, "get local", "get from local RAM into existing tensors / plain copy, digests checked", "get")
 GET_LOCAL_SMALL = _at_most(1.35, "get local small", "the same, 256 MiB", "get")
@@ -69,8 +69,8 @@ GET_PEER_HOSTS = _at_least(0.90, "get peer hosts", "the same, hosts emulated wit
 GET_TWO_PEERS = _at_least(
     1.8, "get two peers", "get from 2 peers over 1 Gbit links into a 10 Gbit one: speed / from one peer", "get"
 )
-WIRE_TENTH = _at_most(12, "wire tenth", "put again, 10 % of the bytes changed: bytes on the wire, percent", "wire")
-WIRE_NONE = _at_most(1, "wire none", "put again, nothing changed: bytes on the wire, percent", "wire")
+WIRE_TENTH = _at_most(12, "wire tenth", "put again, 10 % of the bytes changed: bytes on the wire, percent", "transfer")
+WIRE_NONE = _at_most(1, "wire none", "put again, nothing changed: bytes on the wire, percent", "transfer")
 WIRE_NATURAL = _at_most(
     2,
     "wire natural",
@@ -91,15 +91,15 @@ SHARING = _at_most(
     "training over a shaped link, a put every step: interleaved / without, time per iteration",
     "sharing",
 )
-MANY_STALL = _at_most(0.012, "many stall", "put's stall, 5,000 tensors of 1 KiB", "small")
+MANY_STALL = _at_most(0.012, "many stall", "put's stall, 5,000 tensors of 1 KiB", "put")
 FSDP2_BEYOND = _at_most(
-    0.008, "fsdp2 beyond", "put's stall beyond a plain copy, 2,892 tensors of FSDP2 with AdamW", "small"
+    0.008, "fsdp2 beyond", "put's stall beyond a plain copy, 2,892 tensors of FSDP2 with AdamW", "put"
 )
-KIB_COMMIT = _at_most(0.006, "kib commit", "1 KiB put to committed, 1 rank", "small")
-KIB_COMMIT_4 = _at_most(0.020, "kib commit 4", "1 KiB put to committed, 4 ranks on one host", "small")
-GIL = _at_most(0.02, "gil", "a holder with the interpreter's lock, seconds per GB, each way", "gil")
-BUSY = _at_most(2.5, "busy", "put to committed beside a busy loop on each core / on idle cores", "busy")
-BUSY_LOSS = _at_most(1.1, "busy loss", "what those loops lose / CPU seconds of the put", "busy")
+KIB_COMMIT = _at_most(0.006, "kib commit", "1 KiB put to committed, 1 rank", "put")
+KIB_COMMIT_4 = _at_most(0.020, "kib commit 4", "1 KiB put to committed, 4 ranks on one host", "put")
+GIL = _at_most(0.02, "gil", "a holder with the interpreter's lock, seconds per GB, each way", "put")
+BUSY = _at_most(2.5, "busy", "put to committed beside a busy loop on each core / on idle cores", "put")
+BUSY_LOSS = _at_most(1.1, "busy loss", "what those loops lose / CPU seconds of the put", "put")
 IN_PLACE = _at_most(
     0.4, "in place", "a lost rank or host -> first new step, in place, new worker / Ray's restart", "inplace"
 )

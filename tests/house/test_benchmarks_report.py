@@ -118,15 +118,6 @@ def test_the_interval_of_a_median_holds_it_with_95_percent(count: int) -> None:
     assert 940 <= found < 1000
 
 
-def test_the_same_results_draw_the_same_file(tmp_path: Path) -> None:
-    """No date and no random id, so that a plot changes only when its numbers do."""
-    from benchmarks.report.plots import plot  # matplotlib takes seconds to import
-
-    for name in ("one.svg", "two.svg"):
-        plot([record(), record("again")], tmp_path / name)
-    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
-
-
 def test_the_committed_page_is_what_its_results_render_to() -> None:
     """After a benchmark: `python -m benchmarks.report`, and commit the page with the results."""
     committed = (__main__.HERE / "README.md").read_text(encoding="utf-8")

@@ -62,7 +62,7 @@ def test_every_page_is_in_the_sites_menu() -> None:
         ("docs/guide/dcp.md", "../../memstore/client/dcp/CASES.md", "repository/memstore/client/dcp/CASES.md"),
         ("docs/guide/dcp.md", "../../examples/torchrun.py", "repository/examples/torchrun.py.md"),
         ("benchmarks/README.md", "results", "repository/benchmarks/results/index.md"),
-        ("benchmarks/README.md", "plots/wire.svg", "repository/benchmarks/plots/wire.svg"),
+        ("benchmarks/README.md", "results/wire.json", "repository/benchmarks/results/wire.json"),
         ("README.md", "docs/concepts.md", "concepts.md"),
     ],
 )

@@ -26,10 +26,10 @@ from memstore.shell.native.copy_loops import Move
 
 PARALLEL_COPY_BYTES = 256 << 10  # below it one memmove beats a tensor copy (measured on 2 cores)
 # Below the size of a core's own cache (512 KiB and more): up to a quarter faster than moves of a whole chunk, where the
-# machine is not in its slow pace (benchmarks/notes/stall.md).
+# machine is not in its slow pace (benchmarks/notes/put.md).
 MOVE_BYTES = 448 << 10
 THREAD_BYTES = 16 << 20  # at least as much for each thread: starting one costs 0.1 ms, 3 MiB of copying
-BLOCKS_PER_THREAD = 16  # of a copy: if fewer, threads wait longer for the last one; 64 copy slower (notes/stall.md)
+BLOCKS_PER_THREAD = 16  # of a copy: if fewer, threads wait longer for the last one; 64 copy slower (notes/put.md)
 THREADS_MAX = 8  # a few cores fill a socket's memory bus; the others belong to data loading
 
 

@@ -1,7 +1,7 @@
 """Nice values of this process's threads beside those of the ranks that it serves.
 
 A thread that moves or digests bulk bytes stands a little behind the others, so that training has the cores first where
-they are short, and no further: the further behind, the later a put is committed (benchmarks/notes/busy.md).
+they are short, and no further: the further behind, the later a put is committed (benchmarks/notes/put.md).
 """
 
 from __future__ import annotations
