@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from placement.domains import SpreadLevel, is_finer, spread_level
 from placement.groups import Placement, ReplicaGroup, Strategy, Unmet, place
 from placement.odds import survival_odds
 from placement.rebalance import Move, Rebalanced, rebalance
 from placement.scatter import scattered
-from placement.topology import Host, Topology
+from placement.topology import Host, SpreadLevel, Topology, is_finer, spread_level
 
 __all__ = [
     "Host",

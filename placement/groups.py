@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from placement.domains import levels_of, name_some, spread_level
 from placement.layout import arrange
 from placement.target_assignment import TargetAssignment
-from placement.topology import Topology
+from placement.topology import Topology, levels_of, name_some, spread_level
 
 Strategy = Literal["mixed", "group", "ring"]
 STRATEGIES: tuple[Strategy, ...] = ("mixed", "group", "ring")

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from placement.domains import spread_level
 from placement.groups import Placement, Strategy, assigned, check_request, describe, place
 from placement.target_assignment import TargetAssignment
-from placement.topology import Topology
+from placement.topology import Topology, spread_level
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,9 @@ import random
 from collections.abc import Iterable
 from dataclasses import replace
 
-from placement.domains import spread_level
 from placement.groups import Placement, Strategy, describe, place
 from placement.rebalance import rebalance
-from placement.topology import Host, Topology
+from placement.topology import Host, Topology, spread_level
 
 TRIES = 32  # orders of the hosts that one more placement is chosen from
 TRIES_HOSTS_MAX = 1000  # of more hosts two random placements have hardly a pair in common

@@ -14,8 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-from placement.domains import levels_of
-from placement.topology import Topology
+from placement.topology import Topology, levels_of
 
 DISPLACEMENT_STEPS_MAX = 500_000  # peers and domains looked at while making room; about a second in all
 

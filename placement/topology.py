@@ -5,7 +5,8 @@ Pure: no torch, ray, socket, clock, environment or file access. Read `groups.py`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 
@@ -86,3 +87,93 @@ def domains_of_hosts(hosts: Iterable[Host], level: str) -> dict[str, str]:
         members.setdefault(root(label), []).append(label)
     names = {label: "+".join(filter(None, labels)) for labels in members.values() for label in labels}
     return {host.host_id: names[host.domain(level)] for host in hosts}
+
+
+# -- domains ------------------------------------------------------------------------------------------
+# How far apart can the copies be: the spread level and its warnings (R1, R18).
+
+
+HOST_LEVEL = "host"  # the finest level there is; never needs a label
+NAMED_MAX = 10  # names in one message; the count says how many there are
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadLevel:
+    """The level copies are spread over, and how many domains there are at it.
+
+    `domains_count` counts the one domain that unlabelled hosts share, if there are any.
+    """
+
+    level: str
+    domains_count: int
+    warnings: tuple[str, ...] = ()
+
+
+def levels_of(failure_domains: Iterable[str]) -> tuple[str, ...]:
+    """Return every level, coarsest first, ending in "host"."""
+    return (*dict.fromkeys(level for level in failure_domains if level != HOST_LEVEL), HOST_LEVEL)
+
+
+def is_finer(level_a: str, level_b: str, failure_domains: Iterable[str]) -> bool:
+    """Return whether `level_a` is strictly finer than `level_b`; "host" is the finest.
+
+    Raises:
+        ValueError: a level is neither "host" nor one of `failure_domains`.
+    """
+    levels = levels_of(failure_domains)
+    for level in (level_a, level_b):
+        if level not in levels:
+            raise ValueError(f"level {level!r} is not one of {', '.join(levels)}")
+    return levels.index(level_a) > levels.index(level_b)
+
+
+def spread_level(topology: Topology, replicas: int, *, among: Collection[str] | None = None) -> SpreadLevel:
+    """Choose the coarsest level with at least `replicas` labelled domains, else "host" (R18).
+
+    Args:
+        topology: Hosts and the levels to try, coarsest first.
+        replicas: Copies per shard, the owner's own included.
+        among: Count only these hosts (the live ones, say); None means all. Ids that the
+            topology does not know are ignored.
+
+    Raises:
+        ValueError: `replicas` is below 1.
+    """
+    if replicas < 1:
+        raise ValueError(f"replicas is {replicas}, must be at least 1")
+    ids = topology.hosts if among is None else set(among) & topology.hosts.keys()
+    hosts = [topology.hosts[host_id] for host_id in sorted(ids)]
+    for level in levels_of(topology.failure_domains)[:-1]:
+        values = set(domains_of_hosts(hosts, level).values())
+        if len(values - {""}) >= replicas:
+            return SpreadLevel(level, len(values), _unlabelled_warnings(level, hosts))
+    return SpreadLevel(HOST_LEVEL, len({host.domain(HOST_LEVEL) for host in hosts}), _machine_warnings(hosts))
+
+
+def name_some(names: Collection[str]) -> str:
+    """Return the names in order, at most ten of them, with the count of the rest."""
+    shown = ", ".join(sorted(names)[:NAMED_MAX])
+    return shown if len(names) <= NAMED_MAX else f"{shown} and {len(names) - NAMED_MAX} more"
+
+
+def _unlabelled_warnings(level: str, hosts: list[Host]) -> tuple[str, ...]:
+    unlabelled = [host.host_id for host in hosts if not host.domain(level)]
+    if not unlabelled:
+        return ()
+    return (
+        f"{len(unlabelled)} of {len(hosts)} hosts have no {level!r} label and count as one {level} together: "
+        f"{name_some(unlabelled)}; label them to spread copies over them",
+    )
+
+
+def _machine_warnings(hosts: list[Host]) -> tuple[str, ...]:
+    sharing: dict[str, list[str]] = defaultdict(list)
+    for host in hosts:
+        sharing[host.domain(HOST_LEVEL)].append(host.host_id)
+    crowded = sorted(host_id for ids in sharing.values() if len(ids) > 1 for host_id in ids)
+    if not crowded:
+        return ()
+    return (
+        f"{len(crowded)} of {len(hosts)} hosts share a machine with another one and count as one host with it: "
+        f"{name_some(crowded)}; give each an explicit 'host' label if they are meant as virtual hosts",
+    )

@@ -4,5 +4,5 @@ Users import them; each imports its framework, and nothing of the store imports 
 `memstore.inplace`, `memstore.client` and what stands below them, and none of it knows a framework.
 
 `torch.py` and `data.py` hold what several need: model and optimizers as one object, the place in the data. The files
-`ray_train*.py` put recovery in place under Ray Train; `ray_train_names.py` has the private names of Ray they rely on.
+`ray_train.py` puts recovery in place under Ray Train; `NAMES` there has the private names of Ray it relies on.
 """

@@ -12,26 +12,403 @@ replacement all of the data. If all workers are lost at once, Ray starts the who
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
+from collections import Counter
+from collections.abc import Collection
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 import ray.train
+from ray.exceptions import RayActorError, RayError
 from ray.train.torch.config import TorchConfig, _set_torch_distributed_env_vars, _TorchBackend
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from memstore.adapters.ray_train_losses import allow_losses_at_once, limit_wait_for_worker
-from memstore.adapters.ray_train_names import NAMES
-from memstore.adapters.ray_train_spares import Spares, spares_of
 from memstore.config import check_limit, check_whole
 from memstore.core.cluster.text import CAUSES
 from memstore.errors import RecoveryError
-from memstore.inplace.failures import REPEATS, Failures
-from memstore.inplace.meeting import MeetingServer, Place
+from memstore.inplace.meeting import REPEATS, Failures, MeetingServer, Place
 from memstore.inplace.private_names import missing
+from memstore.inplace.ray_actors import SPARE_AFTER_S, warm_torch
 from memstore.inplace.reentry import join_meeting
+
+# -- ray train spares ---------------------------------------------------------------------------------
+# Spares of Ray Train: workers outside of the worker group that wait, imports done, to take the place of a lost one.
+
+
+SPARE_LOOK_S = 1.0
+PLACE_S = 30.0  # a spare without a host is spoken of after that
+WARM_S = 60.0  # longest wait for spares whose imports are under way: a new worker would begin with them
+SPARE_ANSWER_S = 5.0  # longest wait for a spare that is warm
+NODE_LABEL = "ray.io/node-id"
+
+
+@dataclass
+class Spare:
+    """A worker that waits."""
+
+    actor: Any
+    bundle: int | None  # of the placement group that it is in; None: outside of it
+    started_s: float
+    metadata: Any  # there once its process is
+    warm: Any  # the end of its warm-up
+    question: Any  # the newest call, whose answer says that it lives
+    is_warm: bool = False
+    is_reported: bool = False
+
+
+class Spares:
+    """Keeps spares for one worker group, and gives Ray one when it asks that group for a new worker."""
+
+    def __init__(self, worker_group: Any, count: int, rehearsed: tuple[Any, ...]) -> None:
+        """Replace how the group makes workers, until `close`.
+
+        Args:
+            worker_group: Ray's, which runs.
+            count: Spares to keep.
+            rehearsed: What else a spare is to unpickle, and so import, before it is needed.
+        """
+        self._group, self._count, self._rehearsed = worker_group, count, rehearsed
+        self._lock = threading.Lock()
+        self._waiting: list[Spare] = []
+        self.ranks: set[int] = set()  # whose present worker was a spare
+        self._not_before_s = float("inf")  # no spare is started while the group is not whole
+        self._deaths = 0  # in a row, of spares that did not become warm
+        self._end = threading.Event()
+        self._new_workers = worker_group._create_workers
+        worker_group._create_workers = self._create
+        threading.Thread(target=self._keep, name="memstore-spares", daemon=True).start()
+
+    def plan(self) -> None:
+        """Start the spares that are missing a while after now: the group is whole."""
+        with self._lock:
+            self._not_before_s = time.monotonic() + SPARE_AFTER_S
+
+    def close(self) -> None:
+        """End all spares: the group ends."""
+        with self._lock:
+            self._end.set()
+            self._group._create_workers = self._new_workers
+            for spare in self._waiting:
+                ray.kill(spare.actor)
+            self._waiting.clear()
+
+    def _create(
+        self, num_workers: int, placement_group: Any, resources_per_worker: dict[str, float],
+        placement_group_bundle_indices: list[int | None] | None = None, **ranks: Any,
+    ) -> list[Any]:  # fmt: skip
+        """Return a spare as the one new worker; without one, or for more workers than one, new workers as Ray does."""
+        from ray.train.v2._internal.execution.worker_group.worker import Worker
+
+        if num_workers != 1 or placement_group_bundle_indices is None:
+            return list(self._new_workers(
+                num_workers, placement_group, resources_per_worker, placement_group_bundle_indices, **ranks
+            ))  # fmt: skip
+        rank = ranks["starting_world_rank"]
+        taken = self._take(rank)
+        (self.ranks.discard if taken is None else self.ranks.add)(rank)
+        if taken is None:
+            bundle = self._make_room(rank, placement_group_bundle_indices[0])
+            return list(self._new_workers(1, placement_group, resources_per_worker, [bundle], **ranks))
+        spare, metadata = taken
+        log.info("memstore: a spare, process %d on %s, becomes rank %d", metadata.pid, metadata.node_ip, rank)
+        worker = Worker(spare.actor, metadata, resources_per_worker, placement_group_bundle_index=spare.bundle)
+        return list(self._group._assign_worker_ranks([worker], rank, ranks["world_size"], ranks["replica_group_size"]))
+
+    def _take(self, rank: int) -> tuple[Spare, Any] | None:
+        """Return a spare that answers, and Ray's metadata of it; a warm one first, else one that has a process."""
+        with self._lock:
+            self._not_before_s = float("inf")
+            until_s = time.monotonic() + WARM_S
+            for spare in sorted(self._waiting, key=lambda each: not each.is_warm):
+                if not _is_there(spare.metadata):
+                    continue
+                self._waiting.remove(spare)
+                try:
+                    ray.get(spare.warm, timeout=max(0.0, until_s - time.monotonic()))
+                    return spare, ray.get(spare.actor.get_metadata.remote(), timeout=SPARE_ANSWER_S)
+                except RayError as exc:
+                    log.warning("memstore: a spare for rank %d is not used, because it does not answer: %s", rank, exc)
+                    ray.kill(spare.actor)
+            log.warning(
+                "memstore: rank %d gets a new worker: no spare is ready (spares=%d, %d not placed yet)",
+                rank, self._count, len(self._waiting),
+            )  # fmt: skip
+        return None
+
+    def _make_room(self, rank: int, own: int | None) -> int:
+        """Return the bundle for a new worker of a rank; a spare that holds it is ended."""
+        with self._lock:
+            bundle = bundle_for_worker(own, self._bundles(but=rank), [spare.bundle for spare in self._waiting])
+            for spare in [each for each in self._waiting if each.bundle == bundle]:
+                self._waiting.remove(spare)
+                ray.kill(spare.actor)
+        return bundle
+
+    def _bundles(self, but: int | None = None) -> list[int | None]:
+        """Return by rank the bundle of its worker; None for one outside of the placement group, and for `but`."""
+        return [
+            None if rank == but else worker.placement_group_bundle_index
+            for rank, worker in enumerate(self._group.get_workers())
+        ]
+
+    def _keep(self) -> None:
+        while not self._end.wait(SPARE_LOOK_S):
+            try:
+                with self._lock:
+                    if not self._end.is_set():
+                        self._look(time.monotonic())
+            except Exception:  # a job without spares is better than none
+                log.exception("memstore: spares could not be looked after; tried again in %g s", SPARE_LOOK_S)
+
+    def _look(self, now: float) -> None:
+        """Drop the spares that are dead, and start those that are due."""
+        for spare in list(self._waiting):
+            if not self._is_well(spare, now):
+                self._waiting.remove(spare)
+                self._deaths += not spare.is_warm
+                self._not_before_s = max(self._not_before_s, now + SPARE_AFTER_S * 2 ** min(self._deaths, 6))
+        while len(self._waiting) < self._count and now >= self._not_before_s:
+            self._waiting.append(self._start(now))
+
+    def _is_well(self, spare: Spare, now: float) -> bool:
+        if not _is_there(spare.question):
+            if now - spare.started_s > PLACE_S and not spare.is_reported and not _is_there(spare.metadata):
+                spare.is_reported = True
+                log.warning(
+                    "memstore: no host has %s free for a spare since %g s: it waits, and a lost rank gets a new worker",
+                    self._group.get_worker_group_context().resources_per_worker, PLACE_S,
+                )  # fmt: skip
+            return True
+        try:
+            ray.get(spare.question)
+        except RayError as exc:
+            log.warning("memstore: a spare is gone, and is replaced: %s", exc)
+            ray.kill(spare.actor)
+            return False
+        if not spare.is_warm:
+            spare.is_warm, self._deaths = True, 0
+            log.info("memstore: a spare is ready %.1f s after its start", now - spare.started_s)
+        spare.question = spare.actor.get_metadata.remote()
+        return True
+
+    def _start(self, now: float) -> Spare:
+        from ray.train.v2._internal.util import bundle_to_remote_args
+
+        group, context = self._group, self._group.get_worker_group_context()
+        run = group._train_run_context
+        bundle, where = self._where()
+        options = {
+            "runtime_env": group._get_worker_runtime_env(custom_runtime_env=run.run_config.worker_runtime_env),
+            **bundle_to_remote_args(context.resources_per_worker), **where,
+        }  # fmt: skip
+        actor = ray.remote(**options)(group._worker_cls).remote()
+        # What init_train_context is given: its imports are then behind the spare.
+        rehearsed = (run, group._storage_context, group._worker_callbacks_to_propagate, *self._rehearsed)
+        metadata = actor.get_metadata.remote()
+        warm = actor.execute.remote(warm_up, context.train_fn_ref, rehearsed)
+        return Spare(actor, bundle, now, metadata, warm, warm)
+
+    def _where(self) -> tuple[int | None, dict[str, Any]]:
+        """Return an empty bundle of the placement group, or None, and the options that let Ray place a spare there."""
+        placement_group = self._group.get_worker_group_state().placement_group_handle.placement_group
+        empty = empty_bundles(self._bundles(), [spare.bundle for spare in self._waiting])
+        # If the host of a bundle is gone Ray places the bundle again, which may have to wait.
+        if empty and ray.util.placement_group_table(placement_group)["state"] == "CREATED":
+            return empty[0], {"scheduling_strategy": PlacementGroupSchedulingStrategy(placement_group, empty[0])}
+        hosts = Counter(worker.metadata.node_id for worker in self._group.get_workers())
+        labels = (self._group.get_worker_group_context().label_selector or [{}])[0]
+        return None, {
+            "scheduling_strategy": "SPREAD",
+            "label_selector": {NODE_LABEL: f"!{hosts.most_common(1)[0][0]}", **labels},
+            "fallback_strategy": [{"label_selector": labels}],
+        }
+
+
+def spares_of(worker_group: Any, count: int, rehearsed: tuple[Any, ...]) -> Spares | None:
+    """Return the spares of a group, none of them started yet; None if there are to be none, or another Ray forbids."""
+    if not count:
+        return None
+    lacking = missing(SPARE_NAMES)
+    selectors = worker_group.get_worker_group_context().label_selector or [] if not lacking else []
+    if any(selector != selectors[0] for selector in selectors):
+        lacking.append("one label_selector for all workers")
+    if not lacking:
+        return Spares(worker_group, count, rehearsed)
+    log.warning(
+        "memstore: no spares, because Ray %s or the job lacks %s: a lost rank gets a new worker", ray.__version__,
+        ", ".join(lacking),
+    )  # fmt: skip
+    return None
+
+
+def empty_bundles(by_rank: Collection[int | None], of_spares: Collection[int | None]) -> list[int]:
+    """Return the bundles of a placement group, which has one a rank, that no worker and no spare is in."""
+    return [bundle for bundle in range(len(by_rank)) if bundle not in by_rank and bundle not in of_spares]
+
+
+def bundle_for_worker(own: int | None, by_rank: Collection[int | None], of_spares: Collection[int | None]) -> int:
+    """Return the bundle for a new worker: the lost one's own, or an empty one, or one that a spare waits in.
+
+    There is one, because a placement group has as many bundles as ranks, and the rank in question is in none.
+    """
+    if own is not None and own not in of_spares:
+        return own
+    return [*empty_bundles(by_rank, of_spares), *empty_bundles(by_rank, ())][0]
+
+
+def warm_up(function: Any, rehearsed: tuple[Any, ...]) -> None:
+    """Do in a spare what takes seconds and needs no rank.
+
+    Args:
+        function: Ray's reference to the training function; unpickling it imports the user's module.
+        rehearsed: Unpickled by now, and so imported.
+    """
+    function.get()
+    warm_torch(on_gpu=False)  # once a worker has a rank, Ray sets which GPUs it sees: too late after a first use
+
+
+def _is_there(answer: Any) -> bool:
+    """Return whether a call has ended, well or not."""
+    return bool(ray.wait([answer], timeout=0)[0])
+
+
+# -- ray train ----------------------------------------------------------------------------------------
+
+
+# -- ray train losses ---------------------------------------------------------------------------------
+# Ray Train: several workers lost at once, or a new one that no host has room for, do not end the job or hang it.
+
+
+LOST_ANSWER_S = 2.0  # a worker that does not answer for so long is taken to live: Ray waits for it, too
+
+
+def allow_losses_at_once(worker_group: Any) -> None:
+    """Change how one worker group replaces a worker: lost ones are asked for nothing, a further loss is a retry."""
+    from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
+
+    replace = worker_group._replace_replica_group_impl
+
+    def replace_one(replica_group_index: int) -> None:
+        _end_lost_groups(worker_group, replica_group_index)
+        try:
+            replace(replica_group_index)
+        except RayActorError as exc:
+            raise WorkerGroupStartupFailedError(
+                f"a worker was lost while rank {replica_group_index} was replaced: {exc}"
+            ) from exc
+
+    worker_group._replace_replica_group_impl = replace_one
+
+
+def _end_lost_groups(worker_group: Any, but: int) -> None:
+    """End the replica groups whose worker is lost, except the one that is replaced now: Ray then passes them over."""
+    groups = {
+        group.get_workers()[0].actor.get_metadata.remote(): (rank, group)
+        for rank, group in enumerate(worker_group.get_replica_groups())
+        if rank != but and group.is_active()
+    }
+    answers, _ = ray.wait(list(groups), num_returns=len(groups), timeout=LOST_ANSWER_S) if groups else ([], [])
+    for answer in answers:
+        try:
+            ray.get(answer)
+        except RayActorError:
+            rank, group = groups[answer]
+            log.warning("memstore: rank %d is lost, too, while rank %d is replaced", rank, but)
+            group.shutdown()
+
+
+def limit_wait_for_worker(worker_group: Any, limit_s: float) -> None:
+    """Let one worker group wait for a new worker for so long; then Ray starts all of its workers again."""
+    from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
+
+    create = worker_group._create_workers
+
+    def create_within(*args: Any, **kwargs: Any) -> list[Any]:
+        made: Future[list[Any]] = Future()
+        threading.Thread(
+            target=_create, args=(made, create, args, kwargs), name="memstore-new-worker", daemon=True
+        ).start()
+        wait([made], limit_s)
+        if made.done():
+            return made.result()
+        made.add_done_callback(_end_late)
+        worker_group.get_latest_poll_status = lambda: None  # Ray would replace what this shows as lost, again and again
+        raise WorkerGroupStartupFailedError(
+            f"no host has had room for a new worker since meet_s={limit_s:g} s, so Ray starts all workers again; each "
+            f"needs {worker_group.get_worker_group_context().resources_per_worker}"
+        )
+
+    worker_group._create_workers = create_within
+
+
+def _create(made: Future[list[Any]], create: Any, args: Any, kwargs: Any) -> None:
+    try:
+        made.set_result(create(*args, **kwargs))
+    except BaseException as exc:  # raised again by who waits
+        made.set_exception(exc)
+
+
+def _end_late(made: Future[list[Any]]) -> None:
+    """End workers that came too late."""
+    for worker in made.result() if made.exception() is None else ():
+        with contextlib.suppress(Exception):
+            ray.kill(worker.actor)
+
+
+# -- ray train ----------------------------------------------------------------------------------------
+
+
+# -- ray train names ----------------------------------------------------------------------------------
+# Names that are private to Ray Train and that in-place recovery relies on, as read in Ray 2.60.
+
+
+GROUPS = "ray.train.v2._internal.execution.worker_group"
+# module, object, attribute -> what in-place recovery needs it for
+NAMES = {
+    ("ray.train.backend", "Backend", "has_replica_groups"): "Ray replaces only the worker that failed",
+    ("ray.train.v2._internal.execution.controller.controller", "TrainController", "_replace_bad_workers"): "the same",
+    (f"{GROUPS}.worker_group", "WorkerGroup", "_replace_replica_group_impl"): (
+        "it calls the backend's on_shutdown, then on_start with the one new worker"
+    ),
+    (f"{GROUPS}.worker_group", "WorkerGroup", "get_replica_groups"): "those of lost workers are ended",
+    (f"{GROUPS}.execution_group", "ReplicaGroup", "is_active"): "the same",
+    (f"{GROUPS}.execution_group", "ReplicaGroup", "shutdown"): "the same",
+    (f"{GROUPS}.worker", "RayTrainWorker", "get_metadata"): "asks a worker whether it lives",
+    ("ray.train.v2._internal.exceptions", "WorkerGroupStartupFailedError", ""): "a replacement that is tried again",
+    (f"{GROUPS}.worker_group", "WorkerGroup", "_create_workers"): "the wait for a new worker has an end",
+    (f"{GROUPS}.worker_group", "WorkerGroup", "get_latest_poll_status"): "after it all workers are started again",
+    (f"{GROUPS}.worker_group", "WorkerGroup", "get_worker_group_context"): "what the worker needs is named",
+    (f"{GROUPS}.worker_group", "WorkerGroup", "get_workers"): "lost ones are killed",
+    (f"{GROUPS}.worker_group", "WorkerGroup", "execute"): "tells ranks the place",
+    (f"{GROUPS}.execution_group", "ReplicaGroup", "execute"): "the new one, too",
+    (f"{GROUPS}.execution_group", "ReplicaGroup", "get_workers"): "the same",
+    ("ray.train.torch.config", "_set_torch_distributed_env_vars", ""): "RANK and its kind",
+}  # fmt: skip
+SPARE_NAMES = {
+    (f"{GROUPS}.worker_group", "WorkerGroup", "_assign_worker_ranks"): "gives a spare the lost rank",
+    (f"{GROUPS}.worker_group", "WorkerGroup", "_worker_cls"): "a spare is an actor of it",
+    (f"{GROUPS}.worker_group", "WorkerGroup", "_get_worker_runtime_env"): "a spare's environment",
+    (f"{GROUPS}.worker_group", "WorkerGroup", "get_worker_group_state"): "the placement group",
+    (f"{GROUPS}.worker_group", "WorkerGroup", "_train_run_context"): "what a spare unpickles ahead",
+    (f"{GROUPS}.worker_group", "WorkerGroup", "_storage_context"): "the same",
+    (f"{GROUPS}.worker_group", "WorkerGroup", "_worker_callbacks_to_propagate"): "the same",
+    (f"{GROUPS}.worker_group", "WorkerGroupContext", "train_fn_ref"): "the training function",
+    (f"{GROUPS}.worker_group", "WorkerGroupContext", "resources_per_worker"): "a spare's resources",
+    (f"{GROUPS}.worker_group", "WorkerGroupContext", "label_selector"): "the hosts that it may be on",
+    (f"{GROUPS}.state", "WorkerGroupState", "placement_group_handle"): "the placement group",
+    (f"{GROUPS}.worker", "Worker", "placement_group_bundle_index"): "where in it a worker is",
+    (f"{GROUPS}.worker", "RayTrainWorker", "execute"): "warms a spare up",
+    ("ray.train.v2._internal.util", "bundle_to_remote_args", ""): "a spare's resources",
+}  # fmt: skip
+
+
+# -- ray train ----------------------------------------------------------------------------------------
+
 
 log = logging.getLogger("memstore")
 LOOK_S = 0.1

@@ -29,8 +29,7 @@ import torch
 from memstore.client.ticket import TERMINAL
 from memstore.errors import ConfigError
 from memstore.shell.codec.encode import StatePlan, copy_all_but, slot_stream
-from memstore.shell.device.deferred_copy import DeferredCopy, WatchedSource, changed_message
-from memstore.shell.device.deferred_device_copy import DeferredDeviceCopies
+from memstore.shell.device.deferred_copy import DeferredCopy, DeferredDeviceCopies, WatchedSource, changed_message
 from memstore.shell.device.optimizer_memory import OptimizerMemory, optimizer_tensors
 from memstore.shell.device.side_stream import DeviceWrite, has_streams
 from memstore.shell.tensors.memory import TensorSource, dense_bytes, is_flat

@@ -29,8 +29,7 @@ from memstore.errors import ClosedError, PeerTimeout
 from memstore.shell.rank.collective import RollCall
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.tensors import subclasses
-from memstore.shell.threads.answers import Answer, answer_of
-from memstore.shell.threads.safe_condition import SafeEvent
+from memstore.shell.threads.waits import Answer, SafeEvent, answer_of
 
 log = logging.getLogger("memstore")
 BAR_S = 0.1  # between two updates of a progress bar

@@ -30,7 +30,7 @@ from memstore.shell.codec.encode import PlanMemory, StatePlan, copy_into, cuda_d
 from memstore.shell.codec.interpreter import copying, waiting
 from memstore.shell.codec.plain_places import copies
 from memstore.shell.rank.holder_link import HolderLink
-from memstore.shell.threads.answers import is_answered
+from memstore.shell.threads.waits import is_answered
 from recovery.inventory import ShardId
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ this room, and it knows no more than `memstore.client`. Pure, so the simulator r
 - What frees the training thread ends its waits with an exception; it never tears a put or an optimizer step.
 """
 
-from memstore.inplace.generation import Generation, generation
-from memstore.inplace.reentry import reentrant
+from memstore.inplace.reentry import Generation, generation, reentrant
 from memstore.inplace.reuse import reuse
 
 __all__ = ["Generation", "generation", "reentrant", "reuse"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dis
 import functools
 import gc
 import logging
@@ -18,9 +19,10 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import Enum
+from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch.distributed as dist
@@ -28,20 +30,159 @@ from torch.distributed import distributed_c10d as c10d
 
 from memstore.client.connect import newest_step_here
 from memstore.core.attempts.generation_key import generation_key
-from memstore.core.cluster.text import listed
+from memstore.core.cluster.text import CAUSES, listed, phases_text
+from memstore.core.wire.calls import InPlace, RankLoss
 from memstore.errors import ConfigError
-from memstore.inplace import nccl
-from memstore.inplace.failures import failure_of
-from memstore.inplace.generation import Generation, enter
+from memstore.inplace import watcher
 from memstore.inplace.gloo_sockets import GlooSockets
-from memstore.inplace.meeting import LOOK_S, Meeting, Place, connect
+from memstore.inplace.meeting import LOOK_S, Meeting, Place, connect, failure_of
 from memstore.inplace.membership import NONE
-from memstore.inplace.phases import Leaving, in_place_of, met_text
 from memstore.inplace.settings import ProcessSettings
-from memstore.inplace.verdict import may_be_loss
 from memstore.inplace.watcher import Watcher
 from memstore.shell.rank.launch import IN_PLACE, Launch, give_launch
 from memstore.shell.rank.open_links import allow_links, interrupt_all
+
+# -- phases -------------------------------------------------------------------------------------------
+# How long a rank took to leave a generation and to enter the next: for people, not for decisions. Pure.
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """When a process left a generation, on its monotonic clock."""
+
+    failed_s: float  # an exception left the function; infinity: it returned, or never began
+    over_s: float  # a loss was known
+    end_s: float  # all was torn down
+
+    @property
+    def detect_s(self) -> float:
+        """Return for how long it waited for word of a loss, which its exception came before."""
+        return max(0.0, self.over_s - self.failed_s)
+
+
+def in_place_of(
+    generation: int, losses: tuple[RankLoss, ...], leaving: Leaving | None, met_s: float, made_s: float
+) -> InPlace:
+    """Return what a rank reports of a generation that it enters.
+
+    Args:
+        generation: Its number.
+        losses: Of the run.
+        leaving: How this process left the one before; None: it was in none.
+        met_s: When all ranks had come, on the monotonic clock.
+        made_s: When their process group was made.
+    """
+    return InPlace(
+        generation=generation, losses=losses,
+        detect_s=None if leaving is None else leaving.detect_s,
+        abort_s=None if leaving is None else leaving.end_s - leaving.over_s,
+        replace_s=None if leaving is None else met_s - leaving.end_s,
+        meet_s=made_s - met_s, build_s=0.0,
+    )  # fmt: skip
+
+
+def met_text(entered: InPlace, before: int) -> str:
+    """Return "generation 4: rank 3 was replaced (its process ended); all met: detect 0.40 s, ...".
+
+    Args:
+        entered: What this rank knows, with the losses of the run.
+        before: The last generation that this process was in, or could have been in.
+    """
+    losses = [loss for loss in entered.losses if loss.generation > before]
+    silent_s = losses[0].silent_s if losses else 0.0
+    ranks = sorted({loss.rank for loss in losses})
+    whys = ", ".join(sorted({CAUSES[loss.cause] for loss in losses}))
+    who = f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)} {'were' if len(ranks) > 1 else 'was'} replaced ({whys})"
+    measured = {
+        "detect": None if entered.detect_s is None else max(silent_s, entered.detect_s), "abort": entered.abort_s,
+        "replace": entered.replace_s, "meet": entered.meet_s,
+    }  # fmt: skip
+    took_s = {phase: value_s for phase, value_s in measured.items() if value_s is not None}
+    return f"generation {entered.generation}: {who if losses else 'it begins'}; all met: {phases_text(took_s)}"
+
+
+# -- reentry ------------------------------------------------------------------------------------------
+
+
+# -- verdict ------------------------------------------------------------------------------------------
+# Is the exception that left the training function the loss of a peer, or the user's own bug? Pure.
+
+
+# A collective fails in one of these packages; a wait on the store, or on Ray Train's barrier, does too.
+OF_LOSSES = ("torch", "memstore", "ray")
+
+
+def innermost_module(trace: TracebackType | None) -> str:
+    """Return the name of the module whose code raised an exception; "" without a traceback."""
+    name = ""
+    while trace is not None:
+        name = str(trace.tb_frame.f_globals.get("__name__", ""))
+        trace = trace.tb_next
+    return name
+
+
+def is_of_raise(trace: TracebackType | None) -> bool:
+    """Return whether a `raise` of Python code made an exception, not a call of C code, such as `work.wait()`."""
+    if trace is None:
+        return True
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
+
+
+def may_be_loss(error: BaseException) -> bool:
+    """Return whether an exception may come of a lost peer: it is worth asking whether one is lost."""
+    if not isinstance(error, Exception):
+        return False  # KeyboardInterrupt, SystemExit: the process is to end
+    if innermost_module(error.__traceback__).split(".")[0] in OF_LOSSES:
+        return True
+    return isinstance(error, RuntimeError) and not is_of_raise(error.__traceback__)
+
+
+# -- reentry ------------------------------------------------------------------------------------------
+
+
+# -- generation ---------------------------------------------------------------------------------------
+# The generation that this process is in: one meeting of all ranks, one run of the training function in each.
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One run of the training function on all ranks, between two losses.
+
+    Attributes:
+        number: 0 at the start of the worker group, one more after each loss.
+        rank: This process's rank; the replacement of a lost rank has its number.
+        world_size: Ranks that met.
+        is_first_here: This process enters the training function for the first time.
+        kept: What the training function keeps for its next entry in this process, such as compiled code or the
+            workers of a data loader. A replacement's is empty. A model and an optimizer are over the former process
+            group: `reuse` keeps them here, and takes them to this one.
+    """
+
+    number: int
+    rank: int
+    world_size: int
+    is_first_here: bool
+    kept: dict[str, Any] = field(default_factory=dict)
+
+
+_current: Generation | None = None
+
+
+def generation() -> Generation | None:
+    """Return the generation that this process is in; None outside of a reentrant training function."""
+    return _current
+
+
+def enter(new: Generation | None) -> None:
+    """Begin a generation, or end the last one."""
+    global _current
+    _current = new
+
+
+# -- reentry ------------------------------------------------------------------------------------------
+
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -125,7 +266,7 @@ class _Reentry:
         last, is_first = self.place.first - 1, True
         try:
             if "nccl" in self.place.backend:
-                nccl.leave_errors_to_us()
+                watcher.leave_errors_to_us()
             while True:
                 before, last = last, self.meeting.meet(last)
                 met_s, failed_s, outcome = time.monotonic(), math.inf, Outcome.RAISED
@@ -185,8 +326,8 @@ class _Reentry:
             place.backend, store=dist.PrefixStore(f"g{number}", store), rank=place.rank,
             world_size=place.world_size, timeout=timedelta(seconds=place.collective_timeout_s),
         )  # fmt: skip
-        if nccl.has_nccl():
-            nccl.make_communicator(place.gpu)
+        if watcher.has_nccl():
+            watcher.make_communicator(place.gpu)
         self.sockets.made()
         if not is_first:
             self.settings.put_back()
@@ -212,7 +353,7 @@ class _Reentry:
         self.sockets.shut_store()
         is_making = self.sockets.is_making  # its sockets are what frees the thread then
         self.sockets.shut(spared_port=self.place.port)
-        if not is_making and nccl.has_nccl():
+        if not is_making and watcher.has_nccl():
             self._abort()
 
     def _abort(self) -> None:
@@ -232,9 +373,9 @@ class _Reentry:
         give_launch(None)
         self.sockets.shut(spared_port=self.place.port)  # else a collective under way could hold the group's end up
         self.sockets.end()
-        if outcome is Outcome.RAISED and nccl.has_nccl():
+        if outcome is Outcome.RAISED and watcher.has_nccl():
             return
-        if outcome is Outcome.LOST and (self.aborting is not None or nccl.has_nccl()):
+        if outcome is Outcome.LOST and (self.aborting is not None or watcher.has_nccl()):
             interrupt_all("its generation was left")  # an overlapped put may wait behind what is aborted
             self._abort()  # the same: a peer that is lost never takes part
             self.aborting.join()  # type: ignore[union-attr]  # at most leave_s: then the watcher kills this process
@@ -299,6 +440,6 @@ def _abort(meeting: Meeting, generation: int) -> None:
     except Exception as exc:  # the meeting is gone, or this process has no descriptor left for a connection to it
         log.warning("memstore: NCCL is aborted without waiting for the other ranks: %r", exc)
     try:
-        nccl.abort()
+        watcher.abort()
     except Exception:  # its process groups may be half gone: the training thread's next call says so, or leave_s
         log.exception("memstore: NCCL's communicators could not all be aborted")

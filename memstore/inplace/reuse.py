@@ -10,10 +10,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from memstore.inplace import repoint, torch_names
+from memstore.inplace import private_names, repoint
 from memstore.inplace.build_trace import Trace, traced
-from memstore.inplace.generation import generation
 from memstore.inplace.private_names import missing
+from memstore.inplace.reentry import generation
 from memstore.inplace.settings import BuiltSettings, Generators, generators_now, put_back_generators
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class _Kept:
 
     def why_not(self, store: History) -> str:
         """Return why it cannot be used again, as far as possible without a new group; "" if it can."""
-        if absent := missing(torch_names.NAMES):
+        if absent := missing(private_names.NAMES):
             return f"this torch lacks {', '.join(absent)}"
         if self.trace.obstacle:
             return self.trace.obstacle

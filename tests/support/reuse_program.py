@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from memstore.inplace import generation, reuse
-from memstore.inplace.generation import Generation, enter
+from memstore.inplace.reentry import Generation, enter
 
 WIDTH, BLOCKS, STEPS, LOST = 12, 3, 8, 1
 BREAKS = {2: "forward", 3: "backward", 4: "clip", 5: "step"}

@@ -29,7 +29,7 @@ from memstore.core.wire.orders import DropJob, FreeCopies, StepLevel
 from memstore.core.wire.replies import Skipped
 from memstore.core.wire.reports import PutTimes
 from memstore.intervals import parse_put_every
-from placement.domains import is_finer
+from placement.topology import is_finer
 from recovery.inventory import Copy, ShardId, StepId
 
 SKIPPED = "another rank gave it up"

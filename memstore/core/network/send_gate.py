@@ -13,8 +13,13 @@ no repair is ever held.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from memstore.core.wire.ids import Endpoint
 
 MARK_PREFIX = "mark-"
 MARK_BYTES = 8  # nanoseconds of the host's monotonic clock when the collective began; 0: none is under way
@@ -69,3 +74,73 @@ def is_held(now: float, sending: Sending, newest: Order, marks_s: list[float], f
     if sending.order < newest or now - sending.began_s > HOLD_MAX_S or frame_s > MARK_MAX_S:
         return None
     return any(0 <= now - began_s < MARK_MAX_S for began_s in marks_s)
+
+
+# -- chunk batches ------------------------------------------------------------------------------------
+# How the chunks of one shard are asked for or offered over several streams. Pure.
+
+
+BATCH_CHUNKS_MIN, BATCH_CHUNKS_MAX = 4, 32
+
+
+def batches(chunks: Sequence[int], streams: int) -> Iterator[list[int]]:
+    """Cut a shard's chunks into requests: small at first, so that all streams start at once, and small at the end,
+    so that they end together; large between, since every request waits for an answer."""
+    least = min(BATCH_CHUNKS_MIN, max(1, -(-len(chunks) // streams)))
+    first, size = 0, least
+    for turn in itertools.count(1):
+        left = len(chunks) - first
+        if left <= 0:
+            return
+        count = min(size, max(least, -(-left // (2 * streams))))
+        yield list(chunks[first : first + count])
+        first += count
+        if turn % streams == 0:
+            size = min(2 * size, BATCH_CHUNKS_MAX)
+
+
+# -- endpoint choice ----------------------------------------------------------------------------------
+# Which of a host's networks the next connection goes to: the one with the fewest, but none that failed lately. Pure.
+
+
+AVOID_S = 30.0  # after a failure; what failed is used all the same where nothing else is left
+
+
+class EndpointChoice:
+    """The endpoints of one host. For several threads under their owner's lock."""
+
+    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+        """Take them in the order in which the host names them, one at least."""
+        self.all = tuple(endpoints)
+        self._open: Counter[Endpoint] = Counter()
+        self._failed_s: dict[Endpoint, float] = {}
+
+    def order(self, now: float) -> list[Endpoint]:
+        """Return the endpoints in the order in which a connection is to be tried."""
+        return sorted(self.all, key=lambda each: (self.is_avoided(each, now), self._open[each]))
+
+    def is_avoided(self, endpoint: Endpoint, now: float) -> bool:
+        """Say whether it failed lately."""
+        failed_s = self._failed_s.get(endpoint)
+        return failed_s is not None and now < failed_s + AVOID_S
+
+    def has_another(self, now: float) -> bool:
+        """Say whether one of several did not fail lately."""
+        return len(self.all) > 1 and not all(self.is_avoided(each, now) for each in self.all)
+
+    def is_uneven(self, now: float) -> bool:
+        """Say whether a network that may be used has no connection while another has several."""
+        idle = [each for each in self.all if not self._open[each] and not self.is_avoided(each, now)]
+        return bool(idle) and max(self._open.values(), default=0) > 1
+
+    def opened(self, endpoint: Endpoint) -> None:
+        """Count a connection."""
+        self._open[endpoint] += 1
+
+    def closed(self, endpoint: Endpoint) -> None:
+        """Count a connection no more."""
+        self._open[endpoint] -= 1
+
+    def failed(self, endpoint: Endpoint, now: float) -> None:
+        """Note that it could not be reached, or that a connection to it broke."""
+        self._failed_s[endpoint] = now

@@ -24,7 +24,7 @@ from memstore.core.targets.drain import Drains
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.replies import Status
 from memstore.core.wire.status_rows import AttemptStatus, HostRow, JobRow, OddsRow, SurvivalRow
-from placement.domains import is_finer
+from placement.topology import is_finer
 from recovery.inventory import StepId
 
 

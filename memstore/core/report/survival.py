@@ -12,8 +12,7 @@ from fractions import Fraction
 from itertools import combinations
 from math import comb
 
-from placement.domains import HOST_LEVEL, levels_of, name_some
-from placement.topology import Topology
+from placement.topology import HOST_LEVEL, Topology, levels_of, name_some
 from recovery.inventory import Copy
 
 COUNTED_SETS_MAX = 20_000  # loss sets looked at for one answer: the controller must not be busy for long

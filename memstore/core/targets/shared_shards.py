@@ -19,8 +19,8 @@ from memstore.core.wire.calls import ReportDiffering
 from memstore.core.wire.orders import RankTargets
 from memstore.core.wire.replies import Noted, SharedShardPlace
 from memstore.core.wire.status_rows import DifferingRow
-from placement.domains import spread_level
 from placement.groups import Placement
+from placement.topology import spread_level
 from placement.writers import choose_writers
 
 NAMED_MAX = 10  # tensors named in one event

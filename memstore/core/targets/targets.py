@@ -19,9 +19,9 @@ from memstore.core.cluster.state import ClusterState
 from memstore.core.targets.drain import Drains
 from memstore.core.targets.shared_shards import SharedShards
 from memstore.core.wire.orders import HostAddress, HostNews, PushTargets, RankTargets
-from placement.domains import levels_of, spread_level
 from placement.groups import Placement, Strategy
 from placement.scatter import scattered
+from placement.topology import levels_of, spread_level
 from recovery.planner import RecoveryPlan
 
 

@@ -46,7 +46,7 @@ class ToolHello(Message, frozen=True, tag="tool_hello"):
 
 
 class SlotSample(Part, frozen=True):
-    """What a process sees of some cache lines of slots (`slot_sample.py`)."""
+    """What a process sees of some cache lines of slots (`arena/mapping.py`)."""
 
     seed: Unsigned
     digests: bytes

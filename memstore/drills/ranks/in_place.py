@@ -19,6 +19,7 @@ import msgspec
 from memstore.config import Config
 from memstore.drills.ranks.ranks import CALL_S, Restored, compared
 from memstore.errors import MemstoreError
+from memstore.inplace import generation
 from memstore.shell.arena.lock import process_start_time
 
 STEPS_MAX = 64
@@ -134,8 +135,6 @@ class Training:
     def __call__(self) -> RankEnd:
         """Train from the newest committed step to the last one that the gate allows."""
         import ray
-
-        from memstore.inplace import generation
 
         now = generation()
         if now is None:

@@ -15,17 +15,21 @@ import errno
 import mmap
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from memstore.core.arena.claimed_memory import Limit
+from memstore.core.arena.replica_store import ReplicaStore
 from memstore.core.arena.slot_table import SlotState
 from memstore.errors import CapacityError, ConfigError
 from memstore.shell.arena.folder import check_folder, open_file
-from memstore.shell.arena.lock import ArenaLock
-from memstore.shell.arena.mapping import ARENA_NAME, STEP_NBYTES, ArenaMapping
-from memstore.shell.arena.page_locks import lock_free, runs
+from memstore.shell.arena.lock import ArenaLock, is_alive
+from memstore.shell.arena.manifests import ManifestFolder
+from memstore.shell.arena.mapping import ARENA_NAME, STEP_NBYTES, ArenaMapping, lock_free, runs
 from memstore.shell.arena.slot_headers import SLOTS_NAME, SlotHeaders
 
 CHUNK_NBYTES_MAX = 1 << 30
@@ -308,3 +312,19 @@ def _punch_hole(fd: int, at: int, nbytes: int) -> None:
     if _libc.fallocate(fd, _FALLOC_PUNCH_HOLE | _FALLOC_KEEP_SIZE, at, nbytes) != 0:
         reason = ctypes.get_errno()
         raise OSError(reason, f"cannot give back {nbytes} bytes of the arena at {at}: {os.strerror(reason)}")
+
+
+# -- host store ---------------------------------------------------------------------------------------
+# Opens the replica store of one host, on an arena folder.
+
+
+HostStore = ReplicaStore[Arena, ManifestFolder]
+
+
+def open_store(folder: Path, *, chunk_bytes: int, limit: Limit) -> HostStore:
+    """Create the replica store of a host in an arena folder, or adopt an earlier holder's (R6)."""
+    arena = Arena.open(folder, limit_bytes=limit.nbytes, chunk_bytes=chunk_bytes)
+    return ReplicaStore(
+        arena, ManifestFolder.open(folder), chunk_bytes=chunk_bytes, limit=limit, clock=time, is_alive=is_alive,
+        lock=threading.RLock(), room_lock=threading.Lock(),
+    )  # fmt: skip

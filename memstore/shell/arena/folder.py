@@ -20,12 +20,16 @@ import errno
 import os
 import re
 import resource
+import secrets
 import stat
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from memstore.config import commands_naming
+from memstore.core.holder import idle_time, incarnation
 from memstore.errors import ConfigError
+from memstore.shell.host.identity import read_boot_id
 
 SECRET_NBYTES = 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -221,3 +225,63 @@ def _problem(status: os.stat_result, *, wants_folder: bool) -> str | None:
     if status.st_mode & 0o077:
         return f"has mode {stat.S_IMODE(status.st_mode):04o}, open to others; want {'0700' if wants_folder else '0600'}"
     return None
+
+
+# -- idle time ----------------------------------------------------------------------------------------
+# The file that says when a holder was last here; what it says is decided in `core/holder/idle_time.py`.
+
+
+SEEN_NAME = "seen"
+_WIDTH = 80
+
+
+class IdleTime:
+    """Read once at a holder's start, then kept up while it runs. The caller holds the arena's lock."""
+
+    def __init__(self, folder: Path) -> None:
+        self._fd = open_file(folder, SEEN_NAME, os.O_RDWR | os.O_CREAT)
+        self._boot, self._written_s = read_boot_id(), 0.0
+        record = os.pread(self._fd, _WIDTH, 0).decode(errors="replace")
+        self.idle_s = idle_time.idle_s(record, self._boot, time.monotonic())
+        self.mark()
+
+    def keep(self) -> None:
+        """Write again that a holder is here, now and then."""
+        if idle_time.is_due(self._written_s, time.monotonic()):
+            self.mark()
+
+    def mark(self) -> None:
+        """Write that a holder is here now; in place, which needs no room."""
+        self._written_s = time.monotonic()
+        os.pwrite(self._fd, idle_time.record_of(self._boot, self._written_s).ljust(_WIDTH).encode(), 0)
+
+    def close(self) -> None:
+        """Write it for the last time."""
+        self.mark()
+        fd, self._fd = self._fd, -1  # a late caller must not write into another file of that number
+        os.close(fd)
+
+
+# -- incarnation --------------------------------------------------------------------------------------
+# The number of a holder's life, in its host's folder: it only grows, and no clock has a part in it (R3).
+
+
+INCARNATION_NAME = "incarnation"
+FIRST_BITS = 48  # a folder that is new, or was lost, begins at random: no number of a former life comes twice
+_NUMBER_WIDTH = 20
+
+
+def next_incarnation(folder: Path, above: int = 0) -> int:
+    """Take the number after the last life's, and after `above`, and keep it. The caller holds the arena's lock.
+
+    It is written in place, in one call: that needs no room in a file system that is full.
+    """
+    fd = open_file(folder, INCARNATION_NAME, os.O_RDWR | os.O_CREAT)
+    try:
+        text = os.read(fd, _NUMBER_WIDTH)
+        last = int(text) if len(text) == _NUMBER_WIDTH and text.isdigit() else secrets.randbits(FIRST_BITS)
+        number = incarnation.following(last, above)
+        os.pwrite(fd, f"{number:0{_NUMBER_WIDTH}d}".encode(), 0)
+    finally:
+        os.close(fd)
+    return number

@@ -10,19 +10,113 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
+import struct
+import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from memstore.errors import CapacityError, ClosedError, ConfigError
+from memstore.core.wire.rank_messages import SlotSample
+from memstore.errors import CapacityError, ClosedError, ConfigError, IntegrityError
 from memstore.shell.arena.folder import check_folder, commands_for, is_at, open_file
-from memstore.shell.arena.page_locks import PageHold, hold, runs
 from memstore.shell.arena.slot_headers import SLOTS_NAME, read_file_header
+
+# -- page locks ---------------------------------------------------------------------------------------
+# Slots whose pages a process needs beyond its lease: locks on their records, which the kernel drops at its end (R9).
+
+
+WAIT_S = 1.0  # for a holder that is giving the pages of these very slots back
+POLL_S = 0.001
+
+
+def hold(fd: int, first: int, count: int) -> bool:
+    """Lock slots against being emptied, until the file is closed; False if they are being emptied for too long."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not _lock(fd, fcntl.F_RDLCK, first, count):
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def lock_free(fd: int, first: int, count: int) -> Iterator[tuple[int, int]]:
+    """Lock the slots that no other process holds, and yield them as (first, count); unlock each after its use."""
+    if _lock(fd, fcntl.F_WRLCK, first, count):
+        try:
+            yield first, count
+        finally:
+            _lock(fd, fcntl.F_UNLCK, first, count)
+    elif count > 1:
+        half = count // 2
+        yield from lock_free(fd, first, half)
+        yield from lock_free(fd, first + half, count - half)
+
+
+def _lock(fd: int, kind: int, first: int, count: int) -> bool:
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, first, count, 0))
+    except (BlockingIOError, PermissionError):  # another file's lock is in the way
+        return False
+    return True
+
+
+def runs(slots: Iterable[int], count_max: int = 1 << 62) -> Iterator[tuple[int, int]]:
+    """Yield (first, count) of neighbours among sorted slots, at most `count_max` together.
+
+    >>> list(runs([1, 2, 3, 5], 2))
+    [(1, 2), (3, 1), (5, 1)]
+    """
+    first = count = 0
+    for slot in slots:
+        if count and (slot != first + count or count == count_max):
+            yield first, count
+            count = 0
+        if not count:
+            first = slot
+        count += 1
+    if count:
+        yield first, count
+
+
+class PageHold:
+    """Slots that one reader holds, until `close`."""
+
+    def __init__(self, slots_fd: int) -> None:
+        self._fd = os.open(f"/proc/self/fd/{slots_fd}", os.O_RDONLY | os.O_CLOEXEC)  # locks of its own
+        _HOLDS.add(self)
+
+    def add(self, slots: Iterable[int]) -> None:
+        """Hold more slots. One that is being emptied is lost to the reader: its copy fails the digest."""
+        for first, count in runs(sorted(set(slots))):
+            hold(self._fd, first, count)
+
+    def close(self) -> None:
+        """Let go of them. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    __del__ = close
+
+
+def _close_in_child() -> None:
+    for hold in list(_HOLDS):
+        hold.close()
+
+
+_HOLDS: weakref.WeakSet[PageHold] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+# -- mapping ------------------------------------------------------------------------------------------
+
 
 ARENA_NAME = "arena"
 LINE_BYTES = 64  # of a processor's cache
@@ -259,3 +353,48 @@ def _close_all_in_child() -> None:
 
 _OPEN: weakref.WeakSet[ArenaMapping] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_close_all_in_child)
+
+
+# -- slot sample --------------------------------------------------------------------------------------
+# A look at the bytes of slots by two processes: do a rank that filled them and its holder see the same memory? (R8)
+
+
+LINES_COUNT = 4  # of each chunk: half a percent of the copy, measured with 1 GiB in chunks of 4 MiB
+DIGEST_BYTES = 8
+_GOLDEN = 0x9E3779B97F4A7C15  # splitmix64; numpy's own generators may differ between two versions of it
+_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+
+
+def sample(mapping: ArenaMapping, slots: Sequence[int], nbytes: int, seed: int) -> SlotSample:
+    """Return what this process sees of a stream of `nbytes` in these slots; errors as `ArenaMapping.view`."""
+    lines = mapping.lines(slots, _places(seed, len(slots), nbytes, mapping.chunk_bytes))
+    return SlotSample(seed=seed, digests=b"".join(xxhash.xxh3_64_digest(chunk) for chunk in lines))
+
+
+def differing(mapping: ArenaMapping, slots: Sequence[int], nbytes: int, seen: SlotSample) -> list[int]:
+    """Return the chunks of which another process has seen other bytes than this one sees.
+
+    Raises:
+        IntegrityError: The rank's sample does not fit the number of chunks.
+    """
+    if len(seen.digests) != len(slots) * DIGEST_BYTES:
+        raise IntegrityError(f"it came without a sample of its {len(slots)} chunks")
+    ours = sample(mapping, slots, nbytes, seen.seed).digests
+    return [i for i in range(len(slots)) if _at(ours, i) != _at(seen.digests, i)]
+
+
+def _at(digests: bytes, index: int) -> bytes:
+    return digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+
+
+def _places(seed: int, count: int, nbytes: int, chunk_bytes: int) -> npt.NDArray[np.int64]:
+    """Return the numbers of some cache lines of every chunk, `[count, LINES_COUNT]`; the last chunk may be short."""
+    x = np.arange(1, count * LINES_COUNT + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(seed % (1 << 64))
+    for shift, factor in _MIX:
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    x ^= x >> np.uint64(31)
+    limits = np.full(count, chunk_bytes // LINE_BYTES, np.uint64)
+    if count:
+        limits[-1] = -(-(nbytes - (count - 1) * chunk_bytes) // LINE_BYTES)
+    places: npt.NDArray[np.int64] = (x.reshape(count, LINES_COUNT) % limits[:, None]).astype(np.int64)
+    return places

@@ -6,7 +6,7 @@ import collections
 import struct
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,12 +14,37 @@ import torch
 from memstore.core.format.layout import Flag, Layout, TensorSpec, decode_layout, is_dense
 from memstore.core.format.object_tree import NUMBER_BYTES, Node, Tag, nodes_in
 from memstore.errors import LoadError, ManifestMismatch, MemstoreError, ProtocolError, UnsupportedState
-from memstore.shell.codec.byte_stream import ByteStream
 from memstore.shell.codec.match import StateMatch
 from memstore.shell.codec.walk import FACTORIES
 from memstore.shell.tensors import registry, subclasses
 from memstore.shell.tensors.memory import DTYPES, Leaf, dtype_of, fill_tensor, flat_bytes
 from memstore.shell.tensors.slot_stream import SlotStream
+
+# -- byte stream --------------------------------------------------------------------------------------
+# The source of a restored state: the bytes of a shard.
+
+
+class ByteStream(Protocol):
+    """Where a shard's bytes come from: its slots, or reads of its parts."""
+
+    def read(self, offset: int, address: int, nbytes: int) -> None:
+        """Copy stream bytes to host memory, at the latest in the next `settle`."""
+
+    def read_to(self, offset: int, target: torch.Tensor) -> bool:
+        """Copy stream bytes into flat uint8 device memory, at the latest in the next `settle`; False if it does not."""
+
+    def read_bytes(self, offset: int, nbytes: int) -> bytes:
+        """Return stream bytes as an object of their own."""
+
+    def alias(self, offset: int, nbytes: int) -> torch.Tensor | None:
+        """Return stream bytes without a copy, or None."""
+
+    def settle(self) -> None:
+        """Return once every read is done, and verified where this stream verifies."""
+
+
+# -- decode -------------------------------------------------------------------------------------------
+
 
 WAITING_BYTES_MAX = 256 << 20  # host memory in transit to a device
 

@@ -3,7 +3,7 @@
 Paths, kinds, dtypes, shapes and ties must agree; plain values may differ, and go where `plain_places` says.
 What a Stateful object has no place for yet, such as the state of an optimizer that has not stepped, or has in another
 shape, is left to its load_state_dict(). A module's entries, though, must all be there on both sides, and what has the
-shapes of a model must have those that were stored: `stateful_shapes.py`.
+shapes of a model must have those that were stored.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from types import FunctionType, ModuleType
 from typing import Any
 
 import msgpack
@@ -23,7 +24,6 @@ from memstore.core.format.object_tree import MAPS, NUMBER_BYTES, Node, Tag, node
 from memstore.core.format.tensor_paths import children_of
 from memstore.errors import ManifestMismatch, UnsupportedState
 from memstore.shell.codec.plain_places import Place, PlainPlaces, entry, field, handled, is_live, is_mutable, item
-from memstore.shell.codec.stateful_shapes import entries_of_own_loading, fixed_memory, is_in
 from memstore.shell.codec.walk import StateWalk, is_stateful
 from memstore.shell.tensors import registry, subclasses
 from memstore.shell.tensors.memory import (
@@ -35,6 +35,98 @@ from memstore.shell.tensors.memory import (
     leaf_of_array,
     leaf_of_tensor,
 )
+
+# -- stateful shapes ----------------------------------------------------------------------------------
+# Which tensors of an object with load_state_dict() have one shape only, and which are for that method to take.
+
+
+_Module, _Optimizer = torch.nn.Module, torch.optim.Optimizer
+_DEPTH_MAX, _OBJECTS_MAX = 4, 10_000  # how far modules are looked for below an object's attributes
+_LEAVES = (str, bytes, int, float, bool, type(None), type, FunctionType, ModuleType, torch.Tensor)
+
+
+def fixed_memory(owner: object) -> frozenset[int]:
+    """Return where tensors begin that have the shapes of a model: of an object, and of what models it has."""
+    tensors = (tensor for each in _models_in(owner) for tensor in _fixed_tensors(each))
+    return frozenset(address for tensor in tensors for address in _addresses_of(tensor) if address)
+
+
+def is_in(tensor: Any, memory: frozenset[int]) -> bool:
+    """Return whether a tensor lies in this memory."""
+    return not memory.isdisjoint(_addresses_of(tensor))
+
+
+def entries_of_own_loading(module: torch.nn.Module, keys: Iterable[Any]) -> set[Any]:
+    """Return those of the keys of state_dict() that modules load in their own way, and so may have or lack."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    found = set()
+    for key in keys:
+        prefix, _, name = str(key).rpartition(".")
+        owner = modules.get(prefix)
+        if owner is not None and _loads_in_its_own_way(owner) and name not in owner._parameters:
+            found.add(key)
+    return found
+
+
+def _loads_in_its_own_way(module: torch.nn.Module) -> bool:
+    kind = type(module)
+    is_torchs = kind.__module__.startswith("torch.nn.modules.")  # they take new versions of keys, and no other shapes
+    is_plain = kind._load_from_state_dict is _Module._load_from_state_dict and not module._load_state_dict_pre_hooks
+    return not is_torchs and not is_plain
+
+
+def _models_in(owner: object) -> Iterator[torch.nn.Module | torch.optim.Optimizer]:
+    """Yield the modules and optimizers that an object is or has, breadth first."""
+    waiting, seen = [owner], {id(owner)}
+    for _ in range(_DEPTH_MAX):
+        below: list[Any] = []
+        for each in waiting:
+            if isinstance(each, _Module | _Optimizer):
+                yield each
+            elif isinstance(each, dict):
+                below += each.values()
+            elif isinstance(each, list | tuple | set | frozenset):
+                below += each
+            else:
+                below += getattr(each, "__dict__", {}).values()
+        waiting = [each for each in below if not isinstance(each, _LEAVES) and id(each) not in seen]
+        seen.update(map(id, waiting))
+        if len(seen) > _OBJECTS_MAX:
+            return
+
+
+def _fixed_tensors(model: torch.nn.Module | torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    if isinstance(model, _Optimizer):
+        yield from (value for state in model.state.values() for value in _values(state))
+        return
+    yield from model.parameters()
+    for module in model.modules():
+        if not _loads_in_its_own_way(module):
+            yield from module.buffers(recurse=False)
+
+
+def _values(state: Any) -> Iterator[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, dict | list | tuple):
+        for value in state.values() if isinstance(state, dict) else state:
+            yield from _values(value)
+
+
+def _addresses_of(tensor: Any) -> Iterator[int]:
+    """Yield where a tensor's storage begins, or those of its parts."""
+    if subclasses.is_dtensor(tensor):
+        yield from _addresses_of(subclasses.local_tensor(tensor))
+    elif subclasses.is_wrapper(tensor):
+        for part in subclasses.flatten_wrapper(tensor)[0].values():
+            yield from _addresses_of(part)
+    elif isinstance(tensor, torch.Tensor):
+        with contextlib.suppress(RuntimeError):  # it has no memory of its own, or none yet
+            yield tensor.untyped_storage().data_ptr()
+
+
+# -- match --------------------------------------------------------------------------------------------
+
 
 _SEQUENCES = {
     tag: list if tag.name.endswith("LIST") else tuple for tag in (Tag.LIST, Tag.TUPLE, *NUMBER_BYTES)

@@ -16,8 +16,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
-from memstore.shell.arena.mapping import ArenaMapping
-from memstore.shell.arena.page_locks import runs
+from memstore.shell.arena.mapping import ArenaMapping, runs
 
 log = logging.getLogger("memstore")
 RANGE_BYTES = 64 << 20  # of one call, which cannot be interrupted

@@ -48,7 +48,7 @@ from memstore.core.wire.rank_messages import HolderEvent, PutReady, SlotSample, 
 from memstore.core.wire.replies import HostVerified
 from memstore.core.wire.reports import MarkersFound
 from memstore.errors import IntegrityError, TransportError
-from memstore.shell.arena.slot_sample import differing
+from memstore.shell.arena.mapping import differing
 from memstore.shell.durable.tier import open_tier
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.pending_calls import Calls
@@ -59,9 +59,8 @@ from memstore.shell.holder.send_gate import SendGate
 from memstore.shell.holder.trained_steps import TrainedSteps
 from memstore.shell.peer.client import Peer, RateLimit
 from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
-from memstore.shell.threads.own_threads import OwnThreads
-from memstore.shell.threads.pool_work import await_ended
 from memstore.shell.threads.priority import lower_thread_priority
+from memstore.shell.threads.waits import OwnThreads, await_ended
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
 
 P = ParamSpec("P")

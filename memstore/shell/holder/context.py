@@ -16,7 +16,7 @@ from memstore.config import Config
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.reports import Report
-from memstore.shell.arena.host_store import HostStore
+from memstore.shell.arena.arena import HostStore
 from memstore.shell.holder.peer_table import PeerTable
 
 log = logging.getLogger("memstore")

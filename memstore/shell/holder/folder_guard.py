@@ -15,8 +15,7 @@ from typing import Any
 
 from memstore.core.holder.lost_files import FileLoss, look
 from memstore.errors import CapacityError
-from memstore.shell.arena.folder import is_at, make_folder, open_file, write_secret
-from memstore.shell.arena.incarnation import next_incarnation
+from memstore.shell.arena.folder import is_at, make_folder, next_incarnation, open_file, write_secret
 from memstore.shell.arena.journal_file import JOURNAL_NAME, Journal
 from memstore.shell.arena.lock import ArenaLock, LockOwner
 from memstore.shell.arena.manifests import ManifestFolder

@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
+import resource
 import secrets
 import threading
 import time
@@ -44,10 +46,8 @@ from memstore.core.wire.rank_messages import ToolHello
 from memstore.core.wire.reports import Heartbeat, Inventory
 from memstore.core.wire.status_rows import HostStats
 from memstore.errors import PeerUnreachable, TransportError
-from memstore.shell.arena.folder import make_folder, write_secret
-from memstore.shell.arena.host_store import open_store
-from memstore.shell.arena.idle_time import IdleTime
-from memstore.shell.arena.incarnation import next_incarnation
+from memstore.shell.arena.arena import open_store
+from memstore.shell.arena.folder import IdleTime, make_folder, next_incarnation, write_secret
 from memstore.shell.arena.journal_file import Journal
 from memstore.shell.arena.lock import ArenaLock, LockOwner, is_alive
 from memstore.shell.arena.memory_limits import admission, beyond_limit, measure
@@ -62,7 +62,6 @@ from memstore.shell.holder.rank_server import RankServer
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.holder.send_gate import SendGate
 from memstore.shell.holder.trained_steps import TrainedSteps
-from memstore.shell.host.descriptors import descriptor_stats
 from memstore.shell.host.identity import HostIdentity
 from memstore.shell.host.interface import resolve_interfaces
 from memstore.shell.native.extension import problem as native_problem
@@ -70,12 +69,29 @@ from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import Listener, connect_unix
 from memstore.shell.net.pacing import Pacing
 from memstore.shell.net.tls import Tls
+from memstore.shell.peer.chunk_frames import Damage
 from memstore.shell.peer.client import Peer
-from memstore.shell.peer.corruption_counts import Damage
 from memstore.shell.peer.outgoing_shard import OutgoingShards
 from memstore.shell.peer.server import PeerServer
 from memstore.shell.threads.priority import RankPriority
 from recovery.inventory import Copy, ShardId
+
+# -- descriptors --------------------------------------------------------------------------------------
+# The file descriptors of this process: how many it has open, and how many it may (RLIMIT_NOFILE).
+
+
+def descriptor_stats() -> dict[str, int]:
+    """Return the counts and the process id; if no descriptor is left to count with, report all in use."""
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # Linux knows no infinite one
+    try:
+        used = len(os.listdir("/proc/self/fd")) - 1  # its own
+    except OSError:
+        used = limit
+    return {"descriptors": used, "descriptors_limit": limit, "descriptors_hard": hard, "pid": os.getpid()}
+
+
+# -- holder -------------------------------------------------------------------------------------------
+
 
 log = logging.getLogger("memstore")
 REAP_S = 0.25  # how often dead owners of leases are looked for

@@ -42,7 +42,7 @@ from memstore.shell.holder.send_gate import SendGate
 from memstore.shell.holder.trained_steps import TrainedSteps
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import Process
-from memstore.shell.peer.corruption_counts import Damage
+from memstore.shell.peer.chunk_frames import Damage
 
 log = logging.getLogger("memstore")
 

@@ -11,6 +11,7 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import ray
@@ -21,18 +22,42 @@ from memstore.core.wire.codec import Request
 from memstore.core.wire.handshake import ProbeIdentity
 from memstore.errors import ConfigError, MemstoreError, TransportError
 from memstore.shell.arena.arena import Arena
-from memstore.shell.arena.arena_limit import arena_limit
 from memstore.shell.arena.folder import arena_folder
 from memstore.shell.arena.lock import is_held, owner
+from memstore.shell.arena.memory_limits import arena_limit
 from memstore.shell.controller.controller import Controller, collect_rarely
 from memstore.shell.holder.holder import Holder
 from memstore.shell.host.identity import HostIdentity, local_identity
-from memstore.shell.host.parent_watch import end_with_parent
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.tls import Tls
 from memstore.shell.on_ray.membership import RayMembership
 from memstore.shell.on_ray.metrics import feed_from_controller, feed_from_holder
 from memstore.shell.rank.admin_link import Tool
+
+# -- parent watch -------------------------------------------------------------------------------------
+# A process that Ray started ends when its raylet does (R3).
+
+
+PARENT_POLL_S = 0.5
+
+
+def end_with_parent(exit_now: Callable[[int], object] = os._exit) -> threading.Thread:
+    """Watch the process that started this one, and exit with code 1 once it is gone; the arena outlives both (R2)."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_POLL_S)
+        log.warning("the raylet (pid %d) that started this process has died: it ends too", parent)
+        exit_now(1)
+
+    thread = threading.Thread(target=watch, name="memstore-raylet-watch", daemon=True)
+    thread.start()
+    return thread
+
+
+# -- actors -------------------------------------------------------------------------------------------
+
 
 R = TypeVar("R")
 log = logging.getLogger("memstore")

@@ -46,8 +46,7 @@ from memstore.errors import (
     ProtocolError,
 )
 from memstore.shell.net.channel import Channel
-from memstore.shell.peer.chunk_frames import receive_bulk, receive_run, runs, send_run
-from memstore.shell.peer.corruption_counts import Damage
+from memstore.shell.peer.chunk_frames import Damage, receive_bulk, receive_run, runs, send_run
 from memstore.shell.threads.priority import lower_thread_priority
 from recovery.inventory import Copy, ShardId
 

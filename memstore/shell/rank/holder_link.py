@@ -53,14 +53,14 @@ from memstore.errors import (
     TransportError,
 )
 from memstore.shell.arena.folder import commands_for
-from memstore.shell.arena.slot_sample import sample
+from memstore.shell.arena.mapping import sample
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_unix
 from memstore.shell.rank.arena_view import RankMapping
 from memstore.shell.rank.lease_pool import LeasedSlots, Tenant, UnsealedPut
 from memstore.shell.rank.open_links import note_open
 from memstore.shell.rank.peer_chunks import Fetches
-from memstore.shell.threads.answers import Answer, answer_of
+from memstore.shell.threads.waits import Answer, answer_of
 
 R = TypeVar("R")
 log = logging.getLogger("memstore")

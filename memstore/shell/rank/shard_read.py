@@ -29,14 +29,14 @@ from memstore.core.wire.orders import ChunkRange
 from memstore.core.wire.rank_messages import ArrivedDamaged, Unpin
 from memstore.core.wire.replies import ShardPlaced
 from memstore.errors import IntegrityError, PeerTimeout, RecoveryError, StepDropped
-from memstore.shell.arena.page_locks import PageHold, runs
+from memstore.shell.arena.mapping import PageHold, runs
 from memstore.shell.codec.interpreter import waiting
 from memstore.shell.codec.verified_stream import CheckedStream, Targets, Views
 from memstore.shell.rank.arena_view import RankMapping
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.peer_chunks import Dialler, PeerChunks
 from memstore.shell.tensors.slot_stream import address_of
-from memstore.shell.threads.answers import answer_of, is_answered
+from memstore.shell.threads.waits import answer_of, is_answered
 from recovery.inventory import ShardId
 
 REPAIR_BYTES = 32 << 20  # asked for again at once, of what a reader could not fetch itself (D259)

@@ -17,8 +17,8 @@ from typing import Any
 
 from memstore.config import Config
 from memstore.core.wire.ids import Endpoint
-from memstore.shell.arena.arena_limit import arena_limit
 from memstore.shell.arena.folder import arena_folder
+from memstore.shell.arena.memory_limits import arena_limit
 from memstore.shell.controller.controller import Controller, collect_rarely
 from memstore.shell.durable.tier import PartsTier
 from memstore.shell.holder.holder import Holder

@@ -132,7 +132,7 @@ def unnamed(tree: ast.AST) -> Iterator[str]:
 
 def test_a_command_in_an_error_of_the_library_goes_through_what_names_the_store() -> None:
     """But for the command line's own words and what the controller and holders answer, named where it arrives."""
-    elsewhere = {ROOT / "memstore/shell/arena/memory_limits.py", ROOT / "memstore/shell/arena/arena_limit.py"}
+    elsewhere = {ROOT / "memstore/shell/arena/memory_limits.py", ROOT / "memstore/shell/arena/memory_limits.py"}
     for path in sorted({*(ROOT / "memstore").rglob("*.py")} - elsewhere):
         if path.relative_to(ROOT / "memstore").parts[0] not in ("cli", "core"):
             found = list(unnamed(ast.parse(path.read_text(encoding="utf-8"))))

@@ -22,7 +22,7 @@ from overlap_case import WAIT_S, WIDTH, arrive, hold, on_device_of, one_host, on
 
 from memstore.client.store import Store
 from memstore.errors import LoadError, RecoveryError
-from memstore.shell.device import deferred_copy, deferred_device_copy
+from memstore.shell.device import deferred_copy
 from memstore.shell.tensors import slot_stream
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 
@@ -146,7 +146,7 @@ def test_a_time_limit_by_a_signal_ends_a_fence(
     weight = torch.ones(WIDTH, WIDTH)
     ticket = store.put(1, {"w": weight}, overlap=[weight])
     signal.signal(signal.SIGUSR1, handler)
-    holder: Any = {"copy_out": deferred_device_copy, "is_changed": deferred_copy.WatchedSource}[place]
+    holder: Any = {"copy_out": deferred_copy, "is_changed": deferred_copy.WatchedSource}[place]
     with monkeypatch.context() as patch:
         patch.setattr(holder, place, lambda *_: signal.raise_signal(signal.SIGUSR1))
         with pytest.raises(TimeoutError, match="time is over"):

@@ -16,7 +16,7 @@ from torch import nn
 from memstore.client.store import Store
 from memstore.errors import CommitError
 from memstore.shell.codec import match, verified_stream
-from memstore.shell.device import deferred_device_copy
+from memstore.shell.device import deferred_copy
 from memstore.shell.device.deferred_copy import DeferredCopy
 from memstore.shell.device.side_stream import DeviceWrite, flights
 from memstore.shell.tensors.memory import leaf_of_tensor
@@ -36,8 +36,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LazyDevice:
     def small(writes: list[DeviceWrite]) -> Any:
         return flights(writes, FLIGHT_BYTES)
 
-    monkeypatch.setattr(deferred_device_copy, "flights", small)
-    return LazyDevice(monkeypatch, deferred_device_copy, "copy_out")
+    monkeypatch.setattr(deferred_copy, "flights", small)
+    return LazyDevice(monkeypatch, deferred_copy, "copy_out")
 
 
 @pytest.fixture

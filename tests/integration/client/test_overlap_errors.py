@@ -18,7 +18,7 @@ from memstore.client.connect import connect
 from memstore.client.store import Store
 from memstore.errors import ConfigError, UnsupportedState
 from memstore.shell.codec import encode
-from memstore.shell.device import deferred_device_copy
+from memstore.shell.device import deferred_copy
 from memstore.shell.native import extension
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 
@@ -63,7 +63,7 @@ def test_an_interrupted_fence_fails_the_step_and_loses_no_room(
     hold(store)
     ticket = store.put(1, {"w": weight}, overlap=[weight])
     with monkeypatch.context() as patch:
-        patch.setattr(deferred_device_copy, "copy_out", raising(KeyboardInterrupt()))
+        patch.setattr(deferred_copy, "copy_out", raising(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             store.wait_before_step()
     arrive(store)

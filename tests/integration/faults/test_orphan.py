@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from variants import later
 
 from memstore.cli import main
-from memstore.shell.arena import idle_time
-from memstore.shell.arena.idle_time import SEEN_NAME, IdleTime
+from memstore.shell.arena import folder
+from memstore.shell.arena.folder import SEEN_NAME, IdleTime
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.clusters.stepped_clock import stepped_clock
 from memstore.testing.controller.trained import trained
@@ -37,7 +37,7 @@ def test_a_folder_is_idle_since_a_holder_ran_there(tmp_path: Path, monkeypatch: 
     now_s += 7.0
     second = IdleTime(tmp_path)
     assert (first.idle_s, second.idle_s) == (0.0, 7.0)
-    for text in ("", "x", f"{idle_time.read_boot_id()} x", "a b c"):
+    for text in ("", "x", f"{folder.read_boot_id()} x", "a b c"):
         (tmp_path / SEEN_NAME).write_text(text)
         assert IdleTime(tmp_path).idle_s == 0.0
 
@@ -50,7 +50,7 @@ def test_no_clock_makes_a_folder_old(tmp_path: Path, monkeypatch: pytest.MonkeyP
     now_s = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now_s - 50.0)
     assert IdleTime(tmp_path).idle_s == 0.0
-    monkeypatch.setattr(idle_time, "read_boot_id", lambda: "another-boot")
+    monkeypatch.setattr(folder, "read_boot_id", lambda: "another-boot")
     monkeypatch.setattr(time, "monotonic", lambda: 30.0)
     assert IdleTime(tmp_path).idle_s == 30.0
 

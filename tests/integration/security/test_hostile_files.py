@@ -20,8 +20,7 @@ from memstore import errors
 from memstore.config import Config
 from memstore.shell.arena import folder as arena_folder
 from memstore.shell.arena.arena import Arena
-from memstore.shell.arena.idle_time import IdleTime
-from memstore.shell.arena.incarnation import next_incarnation
+from memstore.shell.arena.folder import IdleTime, next_incarnation
 from memstore.shell.arena.journal_file import Journal
 from memstore.shell.arena.lock import ArenaLock
 from memstore.shell.arena.manifests import ManifestFolder

@@ -18,8 +18,8 @@ from memstore.cli.lifecycle import bill
 from memstore.config import Config
 from memstore.core.wire.status_rows import HostRow
 from memstore.errors import ConfigError
-from memstore.shell.arena.arena_limit import arena_limit
 from memstore.shell.arena.folder import arena_folder
+from memstore.shell.arena.memory_limits import arena_limit
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.controller.holder import host_stats
 from memstore.testing.fuzz.message_samples import blank

@@ -14,7 +14,7 @@ from memstore.core.cluster.hosts import HostTable
 from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.orders import TakeIncarnation
-from memstore.shell.arena.incarnation import INCARNATION_NAME, next_incarnation
+from memstore.shell.arena.folder import INCARNATION_NAME, next_incarnation
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.clusters.stepped_clock import stepped_clock
 from memstore.testing.controller.trained import trained

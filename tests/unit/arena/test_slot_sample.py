@@ -10,8 +10,7 @@ import pytest
 from memstore.core.wire.rank_messages import SlotSample
 from memstore.errors import ClosedError, IntegrityError
 from memstore.shell.arena.arena import Arena
-from memstore.shell.arena.mapping import LINE_BYTES, ArenaMapping
-from memstore.shell.arena.slot_sample import LINES_COUNT, differing, sample
+from memstore.shell.arena.mapping import LINE_BYTES, LINES_COUNT, ArenaMapping, differing, sample
 from memstore.testing.clusters.scratch_folder import scratch_folder
 
 CHUNK = 64 << 10

@@ -21,8 +21,7 @@ from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner, SlotState, SlotTable
 from memstore.errors import CapacityError
 from memstore.shell.arena import arena as arena_module
-from memstore.shell.arena.arena import Arena
-from memstore.shell.arena.host_store import open_store
+from memstore.shell.arena.arena import Arena, open_store
 from memstore.shell.arena.lock import process_start_time
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.arena.mapping import ArenaMapping

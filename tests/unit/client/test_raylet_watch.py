@@ -13,7 +13,7 @@ from memstore.shell.arena.lock import is_alive, process_start_time
 from memstore.testing.clusters.processes import wait_for
 
 CHILD = (
-    "import time; from memstore.shell.host.parent_watch import end_with_parent; end_with_parent(); "
+    "import time; from memstore.shell.on_ray.actors import end_with_parent; end_with_parent(); "
     "print('up', flush=True); "
 )
 PARENT = (

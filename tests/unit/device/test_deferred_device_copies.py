@@ -13,9 +13,8 @@ import torch
 from interruption import interrupt
 from lazy_device import LazyDevice
 
-from memstore.shell.device import deferred_device_copy
-from memstore.shell.device.deferred_copy import DeferredCopy, WatchedSource
-from memstore.shell.device.deferred_device_copy import DeferredDeviceCopies
+from memstore.shell.device import deferred_copy
+from memstore.shell.device.deferred_copy import DeferredCopy, DeferredDeviceCopies, WatchedSource
 from memstore.shell.device.optimizer_memory import OptimizerMemory, optimizer_tensors
 from memstore.shell.device.side_stream import FLIGHTS_MAX, DeviceWrite, flights
 from memstore.shell.tensors.memory import TensorSource
@@ -27,8 +26,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> LazyDevice:
-    monkeypatch.setattr(deferred_device_copy, "flights", lambda writes: flights(writes, FLIGHT_BYTES))
-    return LazyDevice(monkeypatch, deferred_device_copy, "copy_out")
+    monkeypatch.setattr(deferred_copy, "flights", lambda writes: flights(writes, FLIGHT_BYTES))
+    return LazyDevice(monkeypatch, deferred_copy, "copy_out")
 
 
 def pair(nbytes: int) -> Pair:

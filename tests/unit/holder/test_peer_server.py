@@ -20,7 +20,7 @@ from memstore.core.wire.handshake import HolderIdentity
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.peer_messages import Abort, Done, HasCopy, Offer, Ping, Refused
 from memstore.errors import PeerUnreachable
-from memstore.shell.arena.host_store import open_store
+from memstore.shell.arena.arena import open_store
 from memstore.shell.net.channel import Channel, Frame
 from memstore.shell.peer.server import PeerServer
 from memstore.testing.clusters.scratch_folder import scratch_folder

@@ -22,7 +22,7 @@ from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.orders import CallAnswered, ChunkRange, ReadChunks, Run
 from memstore.core.wire.replies import ChunksStaged, ShardPlaced, StepList
 from memstore.errors import CapacityError, ConfigError, DigestMismatch, IntegrityError, PeerTimeout, RecoveryError
-from memstore.shell.arena.page_locks import lock_free
+from memstore.shell.arena.mapping import lock_free
 from memstore.shell.arena.slot_headers import SLOTS_NAME
 from memstore.shell.holder.holder import Holder
 from memstore.shell.peer.client import Peer

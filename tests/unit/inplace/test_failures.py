@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memstore.inplace.failures import Failures, failure_of
+from memstore.inplace.meeting import Failures, failure_of
 
 
 def raised(kind: type[Exception] = ValueError, *, elsewhere: bool = False) -> Exception:

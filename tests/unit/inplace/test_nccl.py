@@ -7,26 +7,26 @@ import os
 import pytest
 
 from memstore.errors import ConfigError
-from memstore.inplace import nccl
+from memstore.inplace import watcher
 
-NAMES = tuple(nccl._NEEDED)
+NAMES = tuple(watcher._NEEDED)
 
 
 @pytest.fixture(autouse=True)
 def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restores what a test leaves in the environment."""
-    for name in (*NAMES, nccl._DUMP):
+    for name in (*NAMES, watcher._DUMP):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
 
 def test_torch_is_kept_from_ending_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not set is set; a dump of the flight recorder that the user wants stays."""
-    monkeypatch.setenv(nccl._DUMP, "1")
-    nccl.leave_errors_to_us()
+    monkeypatch.setenv(watcher._DUMP, "1")
+    watcher.leave_errors_to_us()
     assert {name: os.environ[name] for name in NAMES} == dict.fromkeys(NAMES, "0")
-    assert os.environ[nccl._DUMP] == "1"
-    nccl.leave_errors_to_us()
+    assert os.environ[watcher._DUMP] == "1"
+    watcher.leave_errors_to_us()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -34,10 +34,10 @@ def test_a_setting_that_breaks_the_recovery_is_refused(monkeypatch: pytest.Monke
     """The error names it, and what to do."""
     monkeypatch.setenv(name, "1")
     with pytest.raises(ConfigError, match=f"{name}=1 is set, and recovery in place needs {name}=0: unset it"):
-        nccl.leave_errors_to_us()
+        watcher.leave_errors_to_us()
 
 
 def test_without_a_group_there_is_nothing_to_abort() -> None:
     """A rank that has left its group, or had not made it yet."""
-    nccl.abort()
-    assert not nccl.has_nccl()
+    watcher.abort()
+    assert not watcher.has_nccl()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memstore.core.wire.calls import RankLoss
-from memstore.inplace.phases import Leaving, in_place_of, met_text
+from memstore.inplace.reentry import Leaving, in_place_of, met_text
 
 
 def test_a_rank_that_stayed_measures_one_phase_after_the_other() -> None:

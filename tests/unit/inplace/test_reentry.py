@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from memstore.core.wire.calls import InPlace
 from memstore.errors import GatherTimeout
-from memstore.inplace import generation, membership, nccl, reentrant, reentry
+from memstore.inplace import generation, membership, reentrant, reentry, watcher
 from memstore.inplace.gloo_sockets import GlooSockets
 from memstore.inplace.meeting import Meeting, MeetingServer, Place, connect
 from memstore.inplace.reentry import join_meeting
@@ -45,9 +45,9 @@ def place(server: MeetingServer, rank: int, world_size: int, *, meet_s: float = 
 def is_aborted(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Whether the communicators were aborted, of groups that pass for NCCL's until then."""
     made = threading.Event()
-    monkeypatch.setattr(nccl, "has_nccl", lambda: not made.is_set())
-    monkeypatch.setattr(nccl, "make_communicator", lambda gpu: None)
-    monkeypatch.setattr(nccl, "abort", made.set)
+    monkeypatch.setattr(watcher, "has_nccl", lambda: not made.is_set())
+    monkeypatch.setattr(watcher, "make_communicator", lambda gpu: None)
+    monkeypatch.setattr(watcher, "abort", made.set)
     return made
 
 
@@ -163,7 +163,7 @@ def test_nothing_is_aborted_before_the_other_ranks_have_closed_their_stores(
 ) -> None:
     """Rank 1 is lost; rank 2's collective could end with half a result once rank 0 aborts, and rank 2 put that."""
     second_has_closed, closed_at_abort = threading.Event(), list[bool]()
-    monkeypatch.setattr(nccl, "abort", lambda: closed_at_abort.append(second_has_closed.is_set()))
+    monkeypatch.setattr(watcher, "abort", lambda: closed_at_abort.append(second_has_closed.is_set()))
     monkeypatch.setattr(membership, "QUIET_S", WAIT_S)
     zero, two = Meeting(place(server, 0, 3)), Meeting(place(server, 2, 3))
     aborting = threading.Thread(target=reentry._abort, args=(zero, 5))

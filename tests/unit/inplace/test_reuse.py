@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from memstore.inplace import reuse, torch_names
-from memstore.inplace.generation import Generation, enter
+from memstore.inplace import private_names, reuse
 from memstore.inplace.private_names import missing
+from memstore.inplace.reentry import Generation, enter
 
 Build = Callable[[], Any]
 
@@ -293,10 +293,10 @@ def test_each_private_name_of_torch_is_there(
     kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With another torch all is built again; here it fails by name."""
-    assert missing(torch_names.NAMES) == []
-    name = (f"{torch_names.FSDP}._fsdp_param", "FSDPParam", "no_such_state")
-    monkeypatch.setitem(torch_names.NAMES, name, "nothing")
-    assert missing(torch_names.NAMES) == [f"{torch_names.FSDP}._fsdp_param.FSDPParam.no_such_state (nothing)"]
+    assert missing(private_names.NAMES) == []
+    name = (f"{private_names.FSDP}._fsdp_param", "FSDPParam", "no_such_state")
+    monkeypatch.setitem(private_names.NAMES, name, "nothing")
+    assert missing(private_names.NAMES) == [f"{private_names.FSDP}._fsdp_param.FSDPParam.no_such_state (nothing)"]
     first, second = in_two(kept, plain)
     assert first is not second
     assert "this torch lacks torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.no_such_state" in caplog.text

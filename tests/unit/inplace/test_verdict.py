@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from memstore.inplace.verdict import innermost_module, may_be_loss
+from memstore.inplace.reentry import innermost_module, may_be_loss
 
 
 def error_of(code: str, module: str) -> BaseException:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from memstore.shell.threads.own_threads import OwnThreads
+from memstore.shell.threads.waits import OwnThreads
 from memstore.testing.clusters.processes import wait_for
 
 NAME = "own-threads-test"

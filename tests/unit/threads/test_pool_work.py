@@ -11,9 +11,9 @@ from memstore.core.wire.handshake import HolderIdentity
 from memstore.core.wire.ids import Endpoint
 from memstore.errors import PeerTimeout, PeerUnreachable, TransportError
 from memstore.shell.net.pacing import Pacing
+from memstore.shell.peer.chunk_frames import Damage
 from memstore.shell.peer.client import Peer
-from memstore.shell.peer.corruption_counts import Damage
-from memstore.shell.threads.pool_work import await_ended
+from memstore.shell.threads.waits import await_ended
 
 WAIT_S = 30.0
 

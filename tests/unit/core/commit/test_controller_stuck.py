@@ -20,7 +20,7 @@ from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import PushCopy, Reserve
 from memstore.core.wire.peer_messages import Done, Offer
 from memstore.errors import CapacityError
-from memstore.shell.arena.host_store import open_store
+from memstore.shell.arena.arena import open_store
 from memstore.shell.peer.server import INCOMING_IDLE_S, PeerServer
 from memstore.testing.clusters.scratch_folder import scratch_folder
 from memstore.testing.controller.holder import FakeHolder

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memstore.core.network.endpoint_choice import AVOID_S, EndpointChoice
+from memstore.core.network.send_gate import AVOID_S, EndpointChoice
 from memstore.core.wire.ids import Endpoint
 
 A, B, C = (Endpoint(f"10.0.{n}.1", 7000) for n in range(3))

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memstore.core.network.chunk_batches import BATCH_CHUNKS_MAX, batches
+from memstore.core.network.send_gate import BATCH_CHUNKS_MAX, batches
 from memstore.shell.peer.chunk_frames import RUN_BYTES, runs
 
 

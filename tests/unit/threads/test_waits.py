@@ -11,7 +11,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 import pytest
 
 from memstore.errors import RecoveryError
-from memstore.shell.threads.answers import answer_of
+from memstore.shell.threads.waits import answer_of
 
 
 def fail() -> None:
