@@ -40,7 +40,7 @@ def run(options: Options) -> list[Record]:
             gpt_tensors.touch(state)
             step = next(steps)
             if step:  # the room of an older step comes back after the commit of the last
-                wait_for(lambda: len(store.puts.link.pool) >= chunks_count, "leased slots")
+                wait_for(lambda: len(store.puts.link.leases.free) >= chunks_count, "leased slots")
             with _stopped(cluster) if is_stopped else contextlib.nullcontext():
                 switched = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
                 took, ticket = timed(lambda: store.put(step, state), rig.pids_of(cluster))

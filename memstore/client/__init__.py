@@ -5,8 +5,8 @@ start an absent store, and the controller only by the calls that its holder pass
 
 A put:
 
-    begun --room--> copied --submitted--> the holder's; its levels come back as events
-      '--no room in time, or not copied--> skipped: all ranks give the step up alike
+    begun --reserved, slots taken--> copied --submitted--> the holder's; its levels come back as events
+      '--none free in time, or not copied--> skipped: all ranks give the step up alike
 
 Read `store.py` first: every verb of a rank; then `puts.py`, `whole_get.py`, `reader.py`.
 """

@@ -18,7 +18,7 @@ from memstore.client.store import Store
 from memstore.client.store_start import StoreStart, begin_start
 from memstore.config import Config, check_config, check_given_whole, check_name, plain
 from memstore.core.wire.calls import InPlace, Join
-from memstore.core.wire.rank_messages import AttemptFenced, Welcome
+from memstore.core.wire.rank_messages import Welcome
 from memstore.core.wire.replies import Joined
 from memstore.errors import ConfigError, JobBusyError, MemstoreError, PeerUnreachable, TransportError
 from memstore.shell.arena.folder import arena_folder
@@ -230,7 +230,7 @@ def _in_place_now(launch: Launch) -> InPlace | None:
 def newest_step_here() -> int | None:
     """Return the newest step that a Store of this process has put or restored; None if there is none."""
     stores = [known() for known in list(_STORES.values())]
-    newest = max((store.puts.last_step for store in stores if store is not None), default=-1)
+    newest = max((store.puts.steps.last for store in stores if store is not None), default=-1)
     return newest if newest >= 0 else None
 
 
@@ -242,7 +242,7 @@ def end_former(store: Store) -> None:
         if former is None or (former.puts.link.folder, former.puts.link.nonce) != (link.folder, link.nonce):
             continue
         if former is not store and former.attempt <= store.attempt:
-            former.puts.link.take_event(AttemptFenced(attempt=store.attempt, is_removed=False))
+            former.puts.link.fence_by(store.attempt)
             former.close()
     number = id(store)
     _STORES[number] = weakref.ref(store, lambda _: _STORES.pop(number, None))

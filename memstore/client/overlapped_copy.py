@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from memstore.client.ticket import TERMINAL
 from memstore.errors import ConfigError
 from memstore.shell.codec.encode import StatePlan, copy_all_but, slot_stream
 from memstore.shell.device.deferred_copy import DeferredCopy, DeferredDeviceCopies, WatchedSource, changed_message
@@ -36,9 +35,7 @@ from memstore.shell.tensors.memory import TensorSource, dense_bytes, is_flat
 from memstore.shell.tensors.placed_sources import PlacedSources
 
 if TYPE_CHECKING:
-    from memstore.client.pending_put import PendingPut
-    from memstore.client.ticket import Ticket
-    from memstore.config import Config
+    from memstore.client.put import Put
     from memstore.shell.codec.encode import StatePlan
 
 log = logging.getLogger("memstore")
@@ -56,29 +53,15 @@ class Hook(Protocol):
         """Take the hook back."""
 
 
-class PutSide(Protocol):
-    """What becomes of a put whose copy has ended."""
-
-    config: Config
-
-    def submit(self, room: PendingPut, plan: StatePlan) -> None:
-        """Queue the copied state for the holder."""
-
-    def skip(self, ticket: Ticket, why: str, level: str = "skipped") -> None:
-        """Give the step up on all ranks."""
-
-    def retire(self, ticket: Ticket, why: str) -> None:
-        """Give up a step that is torn, committed or not."""
-
-
 class Overlap:
     """The overlapped copies of one store; at most one is under way."""
 
-    def __init__(self, puts: PutSide) -> None:
-        self._puts = puts
+    def __init__(self, budget_s: float) -> None:
+        """A copy that has not ended `budget_s` after a fence began fails its step."""
+        self._budget_s = budget_s
         self._optimizers: list[torch.optim.Optimizer] = []
         self._hooks: list[Hook] = []
-        self._late: tuple[DeferredCopy, PendingPut] | None = None
+        self._late: tuple[DeferredCopy, Put] | None = None
         self._checking = threading.RLock()  # a signal handler may put
         _OVERLAPS.add(self)
 
@@ -129,7 +112,7 @@ class Overlap:
 
     # -- a copy ---------------------------------------------------------------------------------
 
-    def copy(self, room: PendingPut, plan: StatePlan, memory: OptimizerMemory) -> bool:
+    def copy(self, put: Put, plan: StatePlan, memory: OptimizerMemory) -> bool:
         """Queue the copies of device memory, make all others; the put is submitted when the last has arrived.
 
         False, with nothing copied, if none of it lies on a device.
@@ -139,7 +122,7 @@ class Overlap:
         late: dict[int, WatchedSource] = {}
         writes: list[DeviceWrite] = []
         try:
-            stream = slot_stream(plan, room.views(), room.chunk_bytes)
+            stream = slot_stream(plan, put.views(), put.chunk_bytes)
             clones = _Clones()
             for number, (offset, source) in enumerate(plan.placed):
                 if source.address is not None:
@@ -150,23 +133,22 @@ class Overlap:
                     writes.append(DeviceWrite(flat, stream.host_pieces(offset, source.nbytes)))
                     late[number] = WatchedSource(owners, flat.untyped_storage())
             flights = DeferredDeviceCopies(writes)
-            with room.lock:
+            with put.lock:
                 copy_all_but(plan, stream, late)
-                room.is_filled_late = not room.is_over
+                put.is_late = put.is_open
             # Not the plan itself: it keeps alive the tensors that were copied at once.
             bare = replace(plan, placed=PlacedSources.of(()))
             offsets = [plan.placed.offsets[number] for number in late]
             copy = DeferredCopy(
-                list(late.values()), flights, keep=stream, is_wanted=lambda: not room.ticket.is_over,
-                on_end=lambda problem: self._end(room, bare, problem),
+                list(late.values()), flights, keep=stream, is_wanted=lambda: not put.ticket.is_over,
+                on_end=lambda problem: _end(put, bare, problem),
                 name_of=lambda number: bare.name_at(offsets[number]),
             )  # fmt: skip
         except BaseException as exc:
-            room.is_filled_late = False
-            room.abandon()
-            self._puts.skip(room.ticket, f"its state could not be copied: {exc!r}", "failed")
+            put.is_late = False
+            put.fail(f"its state could not be copied: {exc!r}")
             raise
-        self._late = copy, room
+        self._late = copy, put
         try:
             self._start(copy)
         except BaseException as exc:
@@ -183,20 +165,6 @@ class Overlap:
             log.warning("no copy thread could be started (%s): the copy does not overlap", exc)
             copy.work()
 
-    def _end(self, room: PendingPut, plan: StatePlan, problem: str) -> None:
-        """Submit the put, or give its step up on all ranks (R12)."""
-        try:
-            if not problem:
-                self._puts.submit(room, plan)
-            elif not room.ticket.is_over:
-                self._puts.skip(room.ticket, problem, "failed")
-        except BaseException as exc:
-            if not problem:
-                self._puts.skip(room.ticket, f"it could not be submitted: {exc!r}", "failed")
-            raise
-        finally:
-            room.end_late()
-
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when the copy under way has ended; at once if there is none.
 
@@ -212,10 +180,10 @@ class Overlap:
         late = self._late
         if late is None:
             return
-        copy, room = late
+        copy, put = late
         began_s = time.monotonic()
         if not copy.ended.is_set():
-            budget_s = self._puts.config.stall_budget_s if timeout_s is None else timeout_s
+            budget_s = self._budget_s if timeout_s is None else timeout_s
             is_done = copy.flights.order_rest(began_s + budget_s)
             if is_done and is_for_device:
                 is_done = copy.ended.wait(max(0.0, began_s + budget_s - time.monotonic()))
@@ -233,11 +201,11 @@ class Overlap:
                 return  # another thread waited as well, has looked, and its optimizer may have written since
             # An operation raises the counter when it is done: one that was at work when the copy ended shows only now.
             name = copy.release()
-            if name and room.ticket.level not in TERMINAL:
-                self._puts.retire(room.ticket, changed_message(name))
-            room.ticket.stall_s += time.monotonic() - began_s
+            if name:
+                put.retire(changed_message(name))
+            put.ticket.stall_s += time.monotonic() - began_s
             if copy.ended.is_set():
-                room.end_late()  # nothing, but where a signal's handler came between
+                put.end_late()  # nothing, but where a signal's handler came between
             if is_for_device or copy.ended.is_set():
                 self._late = None
 
@@ -261,6 +229,21 @@ class Overlap:
         """Drop the copies in a forked child: they and their thread are the parent's."""
         _OF_PARENTS.append(self._late)  # not freed here: its events are of the parent's device context
         self._late = None
+
+
+def _end(put: Put, plan: StatePlan, problem: str) -> None:
+    """Submit the put, or give its step up on all ranks (R12)."""
+    try:
+        if not problem:
+            put.complete(plan)
+        elif not put.ticket.is_over:
+            put.fail(problem)
+    except BaseException as exc:
+        if not problem:
+            put.fail(f"it could not be submitted: {exc!r}")
+        raise
+    finally:
+        put.end_late()
 
 
 def _work(copy: DeferredCopy) -> None:

@@ -40,7 +40,7 @@ class PinVerbs:
 
         Raises:
             RecoveryError: The step is not committed, or not whole in RAM.
-            CapacityError: A pin takes room of its own, and there is none; nothing changed.
+            CapacityError: A pin takes memory of its own, and there is none; nothing changed.
             ConfigError: The name is not allowed, or another step has it.
         """
         self._ask_pin(pin_request(self.job, step, name, attempt))

@@ -1,19 +1,17 @@
-"""Room, pages and connections for the puts to come, made ready before the first of them (R9, R10).
+"""A rank's room: the memory that the controller reserves on the hosts for its puts (R9, R10).
 
     asked --all ranks asked, every host grew and pre-faulted its arena--> claimed --own pages entered--> ready
       '--some host has no room, a newer attempt, no answer in time--> failed, on all ranks alike
 
-Everything runs elsewhere: the holders grow and connect, the link's thread enters pages. A thread of its own
-follows it, so that the cost is known to the second when it is over.
+The first put of an attempt claims it, by a round of all ranks, or `store.prepare` does before; more is claimed in the
+background when the state has grown. Holders grow and connect, the link's threads enter pages and follow it.
 """
 
 from __future__ import annotations
 
-import _thread
+import contextlib
 import inspect
 import logging
-import os
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -21,20 +19,18 @@ from typing import Any
 
 import torch
 
-from memstore.config import check_seconds
+from memstore.config import Config, check_seconds
 from memstore.core.wire.calls import ReserveRoom
-from memstore.core.wire.rank_messages import RoomGrown
 from memstore.core.wire.replies import Noted
-from memstore.errors import ClosedError, PeerTimeout
-from memstore.shell.rank.collective import RollCall
+from memstore.errors import ClosedError, GrowthRefused, MemstoreError, PeerTimeout
+from memstore.shell.codec.interpreter import waiting
+from memstore.shell.rank.collective import CALL_SLACK_S, RollCall
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.tensors import subclasses
-from memstore.shell.threads.waits import Answer, SafeEvent, answer_of
+from memstore.shell.threads.waits import Answer, answer_of, is_answered
 
 log = logging.getLogger("memstore")
-BAR_S = 0.1  # between two updates of a progress bar
 WAITED_S = 1.0  # a first put that waits longer for its room says how not to
-SAY_S = 5.0  # the same for a log
 ALIGNMENT_BYTES = 64  # of a tensor in a put, at most
 _KINDS_OF_STEP = ("foreach", "fused", "capturable", "differentiable")  # none of them changes what is kept
 
@@ -42,39 +38,22 @@ _KINDS_OF_STEP = ("foreach", "fused", "capturable", "differentiable")  # none of
 class PutPreparation:
     """What `store.prepare` returns.
 
-    Attributes: nbytes (of one put, in whole chunks), seconds (taken so far, or in all).
+    Attributes: nbytes (of one put, in whole chunks).
     """
 
-    def __init__(
-        self, link: HolderLink, request: ReserveRoom, chunk_bytes: int, *, versions: int, timeout_s: float
-    ) -> None:
-        """It asks for the room that `request` names in `begin`.
-
-        Args:
-            versions: Of a put's bytes that this rank will be leased, for the progress.
-            timeout_s: Longest wait for the hosts, and then for this process's pages.
-        """
+    def __init__(self, link: HolderLink, request: ReserveRoom, timeout_s: float) -> None:
+        """It asks for the room that `request` names in `begin`; hosts have `timeout_s` to make it."""
         self.slots_count = request.slots
-        self.nbytes = self.slots_count * chunk_bytes
-        self._link, self._timeout_s = link, timeout_s
-        self._pages_bytes = self.nbytes * versions
-        self._chunk_bytes = chunk_bytes
-        self._host = (0, 0)  # the bytes that this host has made ready, and those that it lacked
-        self._claimed_s = self._ready_s = 0.0  # how long each took from the beginning; 0: it is not over
-        self._error: BaseException | None = None
-        self._over = SafeEvent()
+        self.nbytes = self.slots_count * link.welcome.chunk_bytes
+        self._link, self._request, self._timeout_s = link, request, timeout_s
         self._began_s = time.monotonic()
-        self._cancelled: Future[None] = Answer()
-        self._failed: Future[None] = Answer()  # holds the error, which a waiting put raises
-        self._pid = os.getpid()
-        self._request = request
+        self._claimed_s = self._ready_s = 0.0  # how long each took from the beginning; 0: it is not over
         self._answer: Future[Noted] | None = None  # None: `begin` has not asked yet
-        self._is_followed = False
+        self._over: Future[None] = Answer()  # ready, or the error
 
     def begin(self) -> PutPreparation:
-        """Send the request. Its first event may arrive at once: the caller must route events to `on_room` before."""
-        self._answer = self._link.call_soon(self._request)
-        _thread.start_new_thread(self._follow, ())
+        """Send the request."""
+        self._answer = self._link.call_soon(self._request, self._on_answer)
         return self
 
     def __repr__(self) -> str:
@@ -83,24 +62,14 @@ class PutPreparation:
     @property
     def is_ready(self) -> bool:
         """Return whether by now a put finds all of it warm."""
-        return self._over.is_set() and self._error is None
+        return self._over.done() and self._over.exception() is None
 
     @property
     def has_failed(self) -> bool:
         """Return whether by now it cannot become ready; `wait` says why."""
-        if self._over.is_set():
-            return self._error is not None
-        # Its thread has yet to say so; or a signal's handler ended `begin` by an exception.
-        return self._answer is None or (self._answer.done() and self._answer.exception() is not None)
-
-    @property
-    def fraction(self) -> float:
-        """The finished part, from 0 to 1: this host's memory and this process's pages, by bytes."""
-        if self._over.is_set():
-            return 1.0 if self._error is None else 0.0
-        grown, lacking = self._host
-        own = min(self._held_count() * self._chunk_bytes, self._pages_bytes)
-        return min(0.99, (grown + own) / max(1, lacking + self._pages_bytes))
+        if self._answer is None:  # a signal's handler ended `begin` by an exception
+            return True
+        return any(each.done() and each.exception() is not None for each in (self._over, self._answer))
 
     @property
     def seconds(self) -> float:
@@ -110,15 +79,13 @@ class PutPreparation:
     @property
     def cost(self) -> str:
         """Return the line for the log that says what it took, once it is ready."""
-        job, rank, grown = self._link.job, self._link.rank, self._host[1]
-        host = f", {grown / 1e9:.3g} GB new on this host" if grown else ""
         return (
-            f"memstore {job} rank {rank}: ready for puts of {self.nbytes / 1e9:.3g} GB{host} · hosts "
+            f"memstore {self._link.job} rank {self._link.rank}: ready for puts of {self.nbytes / 1e9:.3g} GB · hosts "
             f"{self._claimed_s:.2f} pages {self._ready_s - self._claimed_s:.2f} s, once"
         )
 
     def wait(self, timeout_s: float | None = None) -> PutPreparation:
-        """Wait until it is ready; on rank 0 with a bar on a terminal, with log lines elsewhere.
+        """Wait until it is ready; the log says for whom.
 
         Args:
             timeout_s: None: as long as the store waits for its hosts and ranks, `connect_timeout_s` each.
@@ -127,23 +94,42 @@ class PutPreparation:
             CapacityError: A host has no room; on all ranks alike, or GrowthRefused where not all asked (R10).
             CommitError: The job has a history that this attempt has not asked for (R19).
             GatherTimeout: Not every rank prepared or put.
-            PeerTimeout, FencedError, ClosedError: It cannot become ready any more.
+            FencedError, ClosedError: It cannot become ready any more.
             TimeoutError: It was not ready within `timeout_s`; it goes on.
         """
         limit_s = 2 * self._timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
-        show = self._show_bar if sys.stderr.isatty() else self._say
-        if self._link.rank != 0:
-            self._over.wait(limit_s)
-        elif not self._over.wait(min(BAR_S, limit_s)):
-            show(time.monotonic() + limit_s - BAR_S)
-        if not self._over.is_set():
+        until_s = time.monotonic() + limit_s
+        if not (self._is_claimed(limit_s) and is_answered(self._over, max(0.0, until_s - time.monotonic()))):
             raise TimeoutError(
                 f"not ready after {limit_s:g} s, {self._words()}: it goes on, wait longer with timeout_s=, or put: "
                 "the first put waits for it"
             )
-        if self._error is not None:
-            raise self._error
+        answer_of(self._over)
         return self
+
+    def wait_claimed(self) -> None:
+        """Wait until every host has reserved the room that a first put needs before it takes slots. Errors as `wait`.
+
+        Raises:
+            PeerTimeout: The controller has not answered.
+        """
+        if not self._is_claimed(self._timeout_s):
+            if self._answer is not None:
+                self._link.forget_call(self._answer)
+            raise PeerTimeout(
+                f"reserve of job {self._link.job!r} was not answered within {self._timeout_s:g} s: is the controller "
+                f"running? ({self._link.commands('`memstore status`')})",
+                operation="reserve", waited_s=self._timeout_s, limit_s=self._timeout_s,
+            )  # fmt: skip
+
+    def _is_claimed(self, limit_s: float) -> bool:
+        assert self._answer is not None
+        ends: list[Future[Any]] = [self._answer, self._over]
+        RollCall(self._link, self._request, self._timeout_s).wait(ends, limit_s)
+        for end in ends:
+            if end.done():
+                answer_of(end)
+        return any(end.done() for end in ends)
 
     def say_waited(self, waited_s: float) -> None:
         """Log, on rank 0, the wait of a first put and how to have it done before training."""
@@ -154,118 +140,143 @@ class PutPreparation:
                 self._link.job, waited_s, self.nbytes / (1 << 30),
             )  # fmt: skip
 
-    def wait_claimed(self, roll: RollCall | None = None) -> None:
-        """Wait until every host has reserved the room that a first put needs before it takes slots. Errors as `wait`.
-
-        With `roll` the log names the awaited ranks.
-        """
-        assert self._answer is not None
-        ends: list[Future[Any]] = [self._answer, self._failed, self._cancelled]
-        if roll is not None:
-            roll.wait(ends, self._timeout_s)
-        else:
-            self._link.wait_any(ends, self._timeout_s)
-        if self._answer.done():
-            answer_of(self._answer)
-        elif self._failed.done():
-            answer_of(self._failed)
-        elif self._cancelled.done():
-            raise ClosedError("the attempt that was prepared for is over")
-        else:
-            self._link.forget_call(self._answer)
-            raise PeerTimeout(
-                f"reserve of job {self._link.job!r} was not answered within {self._timeout_s:g} s: is the controller "
-                f"running? ({self._link.commands('`memstore status`')})",
-                operation="reserve", waited_s=self._timeout_s, limit_s=self._timeout_s,
-            )  # fmt: skip
-
-    def cancel(self) -> None:
+    def cancel(self, error: MemstoreError) -> None:
         """Drop the preparation: a newer attempt has opened, or the store closes."""
-        if os.getpid() != self._pid:
-            return  # forked: its thread is not here, and another one may have held the link's lock (R8)
         if self._answer is not None:
             self._link.forget_call(self._answer)
-        self._cancelled.set_result(None)
-        with self._link.room:
-            self._link.room.notify_all()
-        if self._is_followed:
-            self._over.wait(self._timeout_s)
+        self._end(error)
 
-    def on_room(self, event: RoomGrown) -> None:
-        """Take this host's progress in growing its arena: bytes done, bytes wanted."""
-        self._host = (event.done_bytes, event.wanted_bytes)
+    # -- events of the link -----------------------------------------------------------------------
 
-    # -- following it -----------------------------------------------------------------------------
+    def _on_answer(self, answer: Future[Noted]) -> None:
+        error = answer.exception()
+        if error is not None:
+            self._end(error)
+            return
+        self._claimed_s = time.monotonic() - self._began_s
+        self.look()
 
-    def _follow(self) -> None:
-        self._is_followed = True
-        try:
-            self.wait_claimed(RollCall(self._link, self._request, self._timeout_s))
-            self._claimed_s = time.monotonic() - self._began_s
-            if not self._wait_pages():
-                if self._link.fenced_by:
-                    raise self._link.fenced_error()
-                if self._cancelled.done() or self._link.closed.is_set():
-                    raise ClosedError("the attempt that was prepared for is over")
-                raise PeerTimeout(
-                    f"job {self._link.job!r} rank {self._link.rank}: {self._held_count()} of {self.slots_count} "
-                    f"slots were leased within {self._timeout_s:g} s: older steps are in their place, or the holder of "
-                    f"this host does not answer ({self._link.commands('`memstore status`')})",
-                    operation="prepare", waited_s=self._timeout_s, limit_s=self._timeout_s,
-                )  # fmt: skip
+    def look(self) -> None:
+        """Look whether a put's slots are here with their pages entered, and none of a grant is still to be."""
+        leases = self._link.leases
+        with leases.changed:
+            if self._claimed_s and len(leases.tenants) == leases.entered_count() >= self.slots_count:
+                self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._link.leases.changed:
+            if self._over.done():
+                return
             self._ready_s = time.monotonic() - self._began_s
-            log.info("%s", self.cost)
-        except BaseException as exc:
-            self._error = exc
-            self._failed.set_exception(exc)
-            with self._link.room:
-                self._link.room.notify_all()
-            log.info("memstore %s rank %d: not prepared: %s", self._link.job, self._link.rank, exc)
-        self._over.set()
-
-    def _held_count(self) -> int:
-        """Slots that are this rank's with their pages entered: free to fill, or filled and not sealed yet."""
-        link = self._link
-        with link.room:
-            return len(link.pool) + len(link.in_copy) + sum(len(h.slots) for h in link.unsealed_puts.values())
-
-    def _wait_pages(self) -> bool:
-        """Wait until a put's slots are here and none of a grant is still to be entered; False if they are not."""
-        link, count = self._link, self.slots_count
-        with link.room:
-            link.room.wait_for(
-                lambda: (
-                    (self._held_count() >= count and not link.granting)
-                    or self._cancelled.done() or bool(link.fenced_by) or link.closed.is_set()
-                ),
-                self._timeout_s,
-            )  # fmt: skip
-            return self._held_count() >= count
+            if error is None:
+                self._over.set_result(None)
+                log.info("%s", self.cost)
+            else:
+                self._over.set_exception(error)
+                log.info("memstore %s rank %d: not prepared: %s", self._link.job, self._link.rank, error)
 
     def _words(self) -> str:
-        if self._over.is_set():
-            return "ready" if self._error is None else f"failed: {self._error}"
-        if self._answer is not None and self._answer.done():
-            return "this process enters its pages"
-        grown, lacking = self._host
-        return "this host's memory grows" if grown < lacking else "waiting for all ranks and hosts"
+        if self._over.done():
+            return "ready" if self.is_ready else f"failed: {self._over.exception()}"
+        if self._claimed_s:
+            return f"{self._link.leases.entered_count()} of {self.slots_count} slots are leased, their pages entered"
+        return "waiting for all ranks and hosts"
 
-    def _show_bar(self, deadline_s: float) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        columns = (TextColumn("memstore {task.description}"), BarColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(self._words(), total=1.0)
-            while not self._over.wait(BAR_S) and time.monotonic() < deadline_s:
-                bar.update(task, completed=self.fraction, description=self._words())
+class Room:
+    """What this rank has reserved, in the present attempt."""
 
-    def _say(self, deadline_s: float) -> None:
-        while not self._over.wait(max(0.0, min(SAY_S, deadline_s - time.monotonic()))):
-            if time.monotonic() >= deadline_s:
-                return
-            log.info("memstore %s: %d %% of the first put's room, %s", self._link.job, 100 * self.fraction,
-                     self._words())  # fmt: skip
+    def __init__(self, link: HolderLink, config: Config) -> None:
+        self._link, self._config, self._chunk_bytes = link, config, link.welcome.chunk_bytes
+        self._slots = 0  # reserved for one put
+        self._is_claimed = False  # by the round of the first put; later ones do not wait
+        self._preparation: PutPreparation | None = None
+
+    def begin_attempt(self) -> None:
+        """Nothing is reserved any more."""
+        self._slots, self._is_claimed = 0, False
+        self.close(ClosedError("the attempt that was prepared for is over"))
+
+    def close(self, error: MemstoreError) -> None:
+        """Give the preparation up that is under way."""
+        preparation, self._preparation = self._preparation, None
+        if preparation is not None:
+            preparation.cancel(error)
+
+    def on_slots(self) -> None:
+        """Slots that were leased are entered."""
+        if (preparation := self._preparation) is not None:
+            preparation.look()
+
+    def prepare(self, nbytes: int) -> PutPreparation:
+        """Begin the preparation of a put of `nbytes`, or return the one under way or done for as much (R10).
+
+        Waits for a smaller one that is under way to end: a rank has one reservation call at a time.
+        """
+        count = max(1, -(-nbytes // self._chunk_bytes))
+        known = self._preparation
+        if known is not None and not known.has_failed:
+            if count <= known.slots_count:
+                return known
+            with contextlib.suppress(MemstoreError):  # if the larger one fails too, it says why, on all ranks
+                known.wait_claimed()
+        count = max(count, self._slots)  # a smaller state gives nothing back before the attempt ends
+        request = ReserveRoom(**self._link.who(), slots=count)
+        self._preparation = PutPreparation(self._link, request, self._config.connect_timeout_s + CALL_SLACK_S)
+        return self._preparation.begin()
+
+    def reserve(self, count: int, growth_s: float) -> str:
+        """Have `count` slots reserved, or return why the step is to be skipped, else "".
+
+        Args:
+            growth_s: Longest wait for more than was reserved; without it such a step is skipped (R11).
+
+        Raises:
+            As PutPreparation.wait, at the first put, whose room a collective round claims (R10).
+        """
+        if 0 < self._slots >= count:
+            return ""
+        known = self._preparation
+        if known is not None and known.is_ready and count <= known.slots_count:
+            self._slots, self._is_claimed = known.slots_count, True
+            return ""
+        if self._is_claimed:
+            grown = self._claim(count)
+            with waiting():
+                if growth_s and is_answered(grown, growth_s) and grown.exception() is None:
+                    self._grown(count, None)
+                    return ""
+            return f"the state has grown from {self._slots} to {count} chunks: room is being claimed"
+        began_s = time.monotonic()
+        try:
+            with waiting():
+                preparation = self.prepare(count * self._chunk_bytes)
+                preparation.wait_claimed()
+        except GrowthRefused as exc:
+            # An exception on this rank only would end the whole job, so skip the step.
+            self._slots, self._is_claimed = known.slots_count if known and known.is_ready else 0, True
+            return str(exc)
+        self._slots, self._is_claimed = preparation.slots_count, True
+        with waiting():  # the grant follows the answer; this put may wait for it beyond the stall budget
+            self._link.leases.wait_free(count, self._config.connect_timeout_s)
+        preparation.say_waited(time.monotonic() - began_s)
+        return ""
+
+    def outgrown(self, count: int) -> None:
+        """Claim what a put took beyond what its state was counted for; else the next one would lack it."""
+        if count > self._slots:
+            self._claim(count)
+
+    def _claim(self, count: int) -> Future[Noted]:
+        request = ReserveRoom(**self._link.who(), slots=count)
+        return self._link.call_soon(request, lambda answer: self._grown(count, answer.exception()))
+
+    def _grown(self, count: int, error: BaseException | None) -> None:
+        if error is None:
+            self._slots = max(count, self._slots)
+        else:
+            link = self._link
+            log.warning("memstore %s rank %d: no room for the grown state: %s", link.job, link.rank, error)
 
 
 def bytes_to_come(state: Any) -> int:

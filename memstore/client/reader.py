@@ -68,7 +68,7 @@ class Lease:
         elif time.monotonic() >= self._until_s:
             why = f"its limit_s={self._limit_s:g} is over: give a longer one"
         else:
-            why = "puts took its room back, or its host's holder or the controller ended meanwhile"
+            why = "puts took its slots back, or its host's holder or the controller ended meanwhile"
         return LeaseLost(
             f"step {self.step} of job {self._reader.job!r} was dropped under its lease: {why}. Lease the newest step, "
             "and read that", step=self.step,
@@ -163,7 +163,7 @@ class Reader:
         """Return one rank's shard (R27); `attempt` says whose, where several lineages have a step of that number.
 
         Raises:
-            StepDropped: Newer steps were committed meanwhile, and puts took its room: lease or pin it (R7).
+            StepDropped: Newer steps were committed meanwhile, and puts took its slots: lease or pin it (R7).
         """
         request = ReadStep(
             job=self.job, step=check_given_whole("step", step), of_attempt=check_given_whole("attempt", attempt),

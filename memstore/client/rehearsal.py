@@ -9,6 +9,7 @@ process, whose end it sees at its stdin.
 
 from __future__ import annotations
 
+import _thread
 import importlib.util
 import json
 import logging
@@ -37,6 +38,7 @@ from memstore.shell.codec.encode import copy_into, plan_state
 from memstore.shell.rank.launch import REHEARSAL_VARIABLE
 from memstore.shell.rank.shard_read import ShardRead
 from memstore.shell.tensors.slot_stream import SlotStream
+from memstore.shell.threads.waits import SafeEvent
 
 log = logging.getLogger("memstore")
 CHUNK_BYTES = 4 << 20
@@ -107,27 +109,30 @@ class FirstRehearsal:
 
     def __init__(self, job: str, target: str) -> None:
         self._job, self._target = job, target
-        self._thread: threading.Thread | None = None
-        self._ending = threading.Event()
+        self._over: SafeEvent | None = None  # of its thread; None: it has not begun
+        self._ending = SafeEvent()
 
     def begin(self, step: int, rehearse: Callable[[int, str, threading.Event], Rehearsal]) -> None:
-        """Start at the first put; later calls do nothing."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, args=(step, rehearse), daemon=True)
-            self._thread.start()
+        """Start at the first put; later calls do nothing, also if an exception ended the first one."""
+        if self._over is None:
+            over = SafeEvent()
+            try:
+                self._over = over
+                _thread.start_new_thread(self._run, (over, step, rehearse))
+            except BaseException:
+                over.set()
+                raise
 
     def wait(self, timeout_s: float) -> bool:
         """Return whether nothing is under way, at the latest after `timeout_s`."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-        return self._thread is None or not self._thread.is_alive()
+        return self._over is None or self._over.wait(timeout_s)
 
     def close(self) -> None:
         """End the rehearsal that is under way, with its process."""
         self._ending.set()
         self.wait(ENDING_S)
 
-    def _run(self, step: int, rehearse: Callable[[int, str, threading.Event], Rehearsal]) -> None:
+    def _run(self, over: SafeEvent, step: int, rehearse: Callable[[int, str, threading.Event], Rehearsal]) -> None:
         try:
             found = rehearse(step, self._target, self._ending)
         except (MemstoreError, OSError) as error:
@@ -136,6 +141,8 @@ class FirstRehearsal:
         else:
             level = logging.INFO if found.is_equal else logging.WARNING
             log.log(level, "memstore %s: rehearsal of step %d: %s", self._job, step, found)
+        finally:
+            over.set()
 
 
 def rehearse_stored(

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from memstore.client.checkpoint import Checkpoint, open_shard, restore_line
 from memstore.client.pin_verbs import PinVerbs
 from memstore.client.prepare import PutPreparation, bytes_to_come
-from memstore.client.put_interval import PutSchedule
 from memstore.client.puts import Puts
 from memstore.client.rehearsal import FirstRehearsal, Rehearsal, rehearse_stored, target_of
 from memstore.client.shared_shard import SharedShard
@@ -28,7 +27,12 @@ from memstore.config import Config, check_given_whole, check_name, check_seconds
 from memstore.core.cluster.text import error_text
 from memstore.core.wire.calls import CloseStore, Get, ReadStep, Rewind
 from memstore.core.wire.orders import StepLevel
-from memstore.core.wire.rank_messages import AttemptFenced, CheckInto, HolderEvent, ReplicasDiffer, RoomGrown
+from memstore.core.wire.rank_messages import (
+    CheckInto,
+    HolderEvent,
+    ReplicasDiffer,
+    SlotsLeased,
+)
 from memstore.core.wire.replies import Joined, ShardPlaced, StepAgreed
 from memstore.errors import ClosedError, CommitError, ConfigError, MemstoreError, RecoveryError
 from memstore.shell.rank.collective import CALL_SLACK_S, ask_with_all, collective, take_turn
@@ -60,7 +64,6 @@ class Store(PinVerbs):
         self._link = link
         self._launch = launch
         self.puts = Puts(link, config, world_size=launch.world_size)
-        self._put_schedule = PutSchedule(self.puts, config.stall_budget_s)
         self._trained = TrainedWord(link)
         self.marks = CollectiveMarks(link)
         self._take_attempt(joined)
@@ -70,12 +73,11 @@ class Store(PinVerbs):
         self._one_get = threading.RLock()
         self._verb = _Verb()
         self.first_rehearsal: FirstRehearsal | None = None
-        link.on_event = self.on_event
+        link.on_event, link.on_fenced = self.on_event, self.puts.on_fenced
 
     def _take_attempt(self, joined: Joined) -> None:
         self.attempt, self.rank = joined.attempt, joined.rank
         self.puts.begin_attempt(joined)
-        self._put_schedule.begin_attempt(joined)
 
     def __enter__(self) -> Store:
         return self
@@ -113,10 +115,10 @@ class Store(PinVerbs):
             overlap: True: parameters and optimizer state on a GPU are copied while training goes on, until the step of
                 an optimizer that was passed to `wait_before_step`; all else before put returns. Or the tensors that may
                 be copied so.
-            timeout_s: Longest wait for room instead of `stall_budget_s`.
+            timeout_s: Longest wait for free slots instead of `stall_budget_s`.
 
         Returns:
-            A ticket; if there was no room in time its level is "skipped" and training goes on (R12).
+            A ticket; if there were no free slots in time its level is "skipped" and training goes on (R12).
 
         Raises:
             UnsupportedState, StepConflict, ClosedError, FencedError: before anything is copied.
@@ -170,7 +172,7 @@ class Store(PinVerbs):
         self._check_open()
         step = check_step(step)
         self._trained.say(step)
-        return self._put_schedule.due(step)
+        return self.puts.steps.due(step, self.config.stall_budget_s)
 
     def prepare(self, state: Any, *, rank_state: Any = None) -> PutPreparation:
         """Make the first put as fast as the ones after it: claim, connect and enter its room in the background.
@@ -197,25 +199,21 @@ class Store(PinVerbs):
         with self._alone("prepare()"):
             if nbytes is None:
                 nbytes = self.puts.planned(state, rank_state).nbytes + bytes_to_come((state, rank_state))
-            return self.puts.prepare(nbytes)
+            return self.puts.room.prepare(nbytes)
 
-    # -- events of the link (reader thread) -------------------------------------------------------
+    # -- events of the link (its threads) ---------------------------------------------------------
 
     def on_event(self, event: HolderEvent) -> None:
-        """Take a holder's event: a level for tickets, a check for a get under way, a fence."""
+        """Take a holder's event: a level for tickets, a check for a get under way, entered slots."""
         match event:
             case StepLevel():
-                if event.attempt == self.attempt:
-                    self._put_schedule.learn(event)  # first: who waits for the level acts by it
                 self.puts.on_level(event)
             case CheckInto():
                 self._whole_get.check(event)
-            case RoomGrown():
-                self.puts.on_room(event)
+            case SlotsLeased():
+                self.puts.room.on_slots()
             case ReplicasDiffer() if self.shared_shard is not None and event.attempt == self.attempt:
-                self.shared_shard.name_differing(self._link, event, self.puts.wait_committed)
-            case AttemptFenced():
-                self.puts.fail_all(str(self._link.fenced_error()))
+                self.shared_shard.name_differing(self._link, event, self.puts.steps.wait_committed)
 
     # -- get ----------------------------------------------------------------------------------
 
@@ -257,7 +255,7 @@ class Store(PinVerbs):
                 return open_shard(read, into, rank_state_into=rank_state_into, timeout_s=timeout_s)
             left_s = take_turn(self._one_get, f"get() of job {self.job!r}", timeout_s)
             try:
-                asked = Get(**self.puts.who(), step=step, from_job=from_job, timeout_s=left_s)
+                asked = Get(**self._link.who(), step=step, from_job=from_job, timeout_s=left_s)
                 return self._get(asked, into, rank_state_into, must_exist)
             finally:
                 self._one_get.release()
@@ -272,7 +270,7 @@ class Store(PinVerbs):
 
     def _restored(self, request: Get, got: Checkpoint, answer: ShardPlaced) -> Checkpoint:
         if request.is_adopting:
-            self._go_on_from(got.step)
+            self.puts.steps.go_on_from(got.step)
         if self.rank == 0:
             log.info("%s", restore_line(request, got, answer))
         return got
@@ -288,13 +286,13 @@ class Store(PinVerbs):
             self.puts.overlap.wait()
             left_s = take_turn(self._one_get, f"agree_on_step() of job {self.job!r}", timeout_s)
             try:
-                request = Get(**self.puts.who(), step=None, timeout_s=left_s, is_agreement=True)
+                request = Get(**self._link.who(), step=None, timeout_s=left_s, is_agreement=True)
                 answer = collective(self._link, request, left_s)
             finally:
                 self._one_get.release()
         if not isinstance(answer, StepAgreed):
             return None
-        self._go_on_from(answer.step)
+        self.puts.steps.go_on_from(answer.step)
         return answer.step
 
     # -- torch.distributed.checkpoint ----------------------------------------------------------
@@ -326,10 +324,6 @@ class Store(PinVerbs):
 
         return DcpReader(ranges, step, agree, self.wait_before_step, report=self.puts.loaded)
 
-    def _go_on_from(self, step: int) -> None:
-        self.puts.go_on_from(step)
-        self._put_schedule.go_on_from(step)
-
     # -- collectives, so that a put's copies travel between them (D87) --------------------------
 
     @contextlib.contextmanager
@@ -358,20 +352,20 @@ class Store(PinVerbs):
         self._check_open()
         step = check_whole("step", step)
         request = Rewind(
-            **self.puts.who(), step=step, of_attempt=check_given_whole("attempt", attempt), nonce=self._link.nonce,
+            **self._link.who(), step=step, of_attempt=check_given_whole("attempt", attempt), nonce=self._link.nonce,
             key=self._launch.key,
         )  # fmt: skip
         with self._alone(f"rewind({step})"):
             self.puts.overlap.wait()
             self._take_attempt(ask_with_all(self._link, request, limit_s=self.config.connect_timeout_s))
-            self.puts.fail_all(f"the job was rewound to step {step} in attempt {self.attempt}", forget=True)
+            self.puts.steps.fail_all(f"the job was rewound to step {step} in attempt {self.attempt}", forget=True)
 
     def flush(self, level: str = "committed", timeout_s: float | None = None) -> None:
         """Wait until the newest put has reached `level`; a skipped or superseded put is passed over."""
         self._check_process()
         limit_s = self.config.connect_timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
         self._alone("flush()")  # only looked at: while it waits a signal's handler may put
-        for ticket in self.puts.newest_first():
+        for ticket in self.puts.steps.newest_first():
             if ticket.level not in ("skipped", "superseded"):
                 ticket.wait(level, limit_s)
                 return
@@ -400,10 +394,10 @@ class Store(PinVerbs):
         target, timeout_s = target_of(build), check_seconds("timeout_s", timeout_s)
         if self.shared_shard is not None:
             raise ConfigError("rehearse() takes no shared shards: use `memstore rehearse FILE.py:NAME`")
-        step = self.puts.last_step if step is None else check_whole("step", step)
+        step = self.puts.steps.last if step is None else check_whole("step", step)
         if step < 0:
             raise ConfigError("rehearse() takes a step that was put: put one first")
-        self.puts.wait_committed(step, timeout_s)
+        self.puts.steps.wait_committed(step, timeout_s)
         request = ReadStep(job=self.job, step=step, of_attempt=None, rank=self.rank)
         with ShardRead(self._link, request, timeout_s) as read:
             return rehearse_stored(read, target, loss, timeout_s)
@@ -411,7 +405,7 @@ class Store(PinVerbs):
     def _rehearse_newest(self, step: int, target: str, ending: threading.Event) -> Rehearsal:
         """Rehearse the newest step once `step` is committed, or superseded; itself it may be gone by then."""
         with contextlib.suppress(CommitError):  # a newer one was committed before it
-            self.puts.wait_committed(step, REHEARSAL_S)
+            self.puts.steps.wait_committed(step, REHEARSAL_S)
         newest = ReadStep(job=self.job, step=None, of_attempt=None, rank=self.rank)
         with ShardRead(self._link, newest, REHEARSAL_S) as read:
             return rehearse_stored(read, target, None, REHEARSAL_S, ending)
@@ -438,16 +432,16 @@ class Store(PinVerbs):
             self.puts.close()
             if error is not None and self._launch.may_be_loss is not None and self._launch.may_be_loss(error):
                 self._link.interrupt("its generation was left")  # so its bye says that this process goes on
-            if not self._link.fenced_by:
+            if not self._link.fenced:
                 with contextlib.suppress(MemstoreError):
-                    self._link.call(CloseStore(**self.puts.who(), error=_ended_by(error)), CALL_SLACK_S)
+                    self._link.call(CloseStore(**self._link.who(), error=_ended_by(error)), CALL_SLACK_S)
             self._link.close()
 
     def _check_open(self) -> None:
-        if self._is_closed and not self._link.fenced_by:
+        if self._is_closed and not self._link.fenced:
             raise ClosedError(f"this Store of job {self.job!r} is closed: connect again")
         self._check_process()
-        if self._link.fenced_by:
+        if self._link.fenced:
             raise self._link.fenced_error()
 
     def _alone(self, verb: str) -> _thread.LockType:

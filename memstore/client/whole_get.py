@@ -118,7 +118,7 @@ class WholeGet:
 
     def _word(self, request: Get, report: RestoreReport, problem: str | None = None) -> ShardLoaded:
         return ShardLoaded(
-            **self._puts.who(), round=report.round, is_adopting=request.is_adopting, problem=problem
+            **self._link.who(), round=report.round, is_adopting=request.is_adopting, problem=problem
         )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import memstore
 from memstore.client.dcp.reader import load
-from memstore.shell.rank.lease_pool import Tenant
+from memstore.shell.rank.leases import OVER, Tenant
 from memstore.shell.rank.range_read import ShardRanges
 from memstore.shell.rank.shard_read import ShardRead
 from memstore.testing.ranks.dcp_ranks import DcpRank
@@ -231,13 +231,13 @@ def save_faulty(rank: DcpRank, step: int, bad_rank: int, is_async: bool) -> dict
 
 def save_without_room(rank: DcpRank, step: int, bad_rank: int) -> dict[str, Any]:
     """Save while one rank's slots are all taken."""
-    link, other = rank.store._link, Tenant()
+    leases, other = rank.store._link.leases, Tenant()
     if rank.rank == bad_rank:
-        assert link.acquire(other, len(link.pool), 0.0) is not None
+        assert leases.take(other, len(leases.free), 0.0)
     try:
         return save(rank, step, "placed")
     finally:
-        other.is_over = True
+        other.state = OVER
 
 
 def save_unsupported(rank: DcpRank, step: int, bad_rank: int) -> dict[str, Any]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 
-from memstore.client.pending_put import PendingPut
-from memstore.client.ticket import Ticket
+from memstore.client.put import Put
+from memstore.client.steps import Steps
 from memstore.config import Config
 from memstore.core.arena.share import PeerShare
 from memstore.core.wire.orders import StepLevel
-from memstore.core.wire.rank_messages import HolderEvent
+from memstore.core.wire.rank_messages import HolderEvent, PutTerms
 from memstore.shell.holder.holder import Holder
 from memstore.shell.host.identity import HostIdentity, read_boot_id
 from memstore.shell.rank.admin_link import store_root
@@ -38,7 +38,7 @@ class Site:
         self.levels: list[tuple[int, str]] = []
         self.link = HolderLink(self.holder.folder, nonce="n", job="job", rank=0, attempt=1)
         self.link.on_event = self._note
-        wait_for(lambda: len(self.link.pool) == SHARE_SLOTS, "the lease")
+        wait_for(lambda: len(self.link.leases.free) == SHARE_SLOTS, "the lease")
 
     def _note(self, event: HolderEvent) -> None:
         if isinstance(event, StepLevel):
@@ -50,22 +50,28 @@ class Site:
         self.holder = Holder(identity, self.config, secret=b"s" * 32, arena_limit_bytes=4 << 20)
         self.holder.replicas.claim("job", PeerShare(1, {0: SHARE_SLOTS}, 0))
 
-    def stage(self, count: int = 3) -> PendingPut:
+    def begin_put(self, step: int = STEP) -> Put:
+        """Begin a put, which has no slots yet."""
+        steps = Steps(self.link)
+        return Put(self.link, steps, steps.new(step, 0, 0.0), PutTerms(attempt=1, step=step, world_size=1))
+
+    def stage(self, count: int = 3, step: int = STEP) -> Put:
         """Fill slots, as the training process does."""
-        room = PendingPut(self.link, Ticket(STEP), world_size=1)
-        assert room.extend(count, WAIT_S)
-        for number, view in enumerate(room.views()):
+        put = self.begin_put(step)
+        assert put.extend(count, WAIT_S)
+        for number, view in enumerate(put.views()):
             view[:] = bytes([number + 1]) * CHUNK_BYTES
-        return room
+        return put
 
     def is_whole(self, stored: int = 0) -> bool:
         """Every slot of the share is free to fill by the rank, but those of what is stored."""
-        with self.link.room:
-            ours = sorted(self.link.pool)
-            is_quiet = not (self.link.in_copy or self.link.granting or self.link.unsealed_puts)
+        leases = self.link.leases
+        with leases.changed:
+            ours = sorted(leases.free)
+            is_quiet = not leases.unsealed and leases.held() == ours
         with self.holder.replicas.lock:
-            leases = {o.pid: sorted(n) for o, n in self.holder.replicas.table.leases.items() if n}
-        return is_quiet and len(set(ours)) == SHARE_SLOTS - stored and leases == {os.getpid(): ours}
+            leased = {o.pid: sorted(n) for o, n in self.holder.replicas.table.leases.items() if n}
+        return is_quiet and len(set(ours)) == SHARE_SLOTS - stored and leased == {os.getpid(): ours}
 
     def close(self) -> None:
         self.link.close()

@@ -27,7 +27,7 @@ from torch.futures import Future
 
 from memstore.client.dcp.metadata import Place, SavedLayout, encode_metadata, estimate_bytes
 from memstore.client.dcp.staging import ALIGNMENT_BYTES, LARGE_BYTES, copy_sources, stage_state
-from memstore.client.pending_put import PendingPut
+from memstore.client.put import Put
 from memstore.client.puts import Puts
 from memstore.client.ticket import LEVELS, Ticket
 from memstore.errors import CommitError, ConfigError, UnsupportedState
@@ -65,7 +65,7 @@ class DcpWriter(StorageWriter, AsyncStager):
             )  # fmt: skip
         self.puts, self.step, self.wait, self.wait_s = puts, step, wait, wait_s
         self.ticket: Ticket | None = None
-        self._room: PendingPut | None = None
+        self._put: Put | None = None
         self._end = 0  # of the bytes in the stream
         self._tail: list[bytes] = []  # objects and metadata, which stand behind the tensors
         self._is_coordinator = False
@@ -93,7 +93,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         self._names = placeholders.dims
         metadata_nbytes = estimate_bytes(placeholders.dims, self.puts.world_size)
         self._begin(placeholders.nbytes, placeholders.objects_nbytes + metadata_nbytes, began_s, self._stall_s)
-        if self._room is not None:
+        if self._is_open:
             self._copy(
                 lambda stream: copy_sources(placeholders.placed, stream, placeholders.nbytes), placeholders.nbytes
             )
@@ -108,7 +108,7 @@ class DcpWriter(StorageWriter, AsyncStager):
 
     def close(self) -> None:
         """Give up a state that was staged and never saved."""
-        if self._room is not None and not self._room.is_over:
+        if self._is_open:
             self._give_up("it was staged and not saved")
 
     # -- StorageWriter ------------------------------------------------------------------------
@@ -200,15 +200,18 @@ class DcpWriter(StorageWriter, AsyncStager):
             raise
         self._end_save(self.wait)
 
-    # -- room ---------------------------------------------------------------------------------
+    # -- slots --------------------------------------------------------------------------------
 
     def _begin(self, nbytes: int, tail_bytes: int, began_s: float, growth_s: float) -> None:
         if self.ticket is not None:
             raise ConfigError(f"this writer has saved step {self.step}: make one for every step", field="step")
         extra = 1 + tail_bytes // self.puts.chunk_bytes
-        self.ticket, self._room = self.puts.begin(
-            self.step, nbytes, began_s=began_s, extra_slots=extra, growth_s=growth_s
-        )
+        self._put = self.puts.begin(self.step, nbytes, began_s=began_s, extra_slots=extra, growth_s=growth_s)
+        self.ticket = self._put.ticket
+
+    @property
+    def _is_open(self) -> bool:
+        return self._put is not None and self._put.is_open
 
     @property
     def _stall_s(self) -> float:
@@ -216,12 +219,12 @@ class DcpWriter(StorageWriter, AsyncStager):
         return self.puts.config.stall_budget_s
 
     def _copy(self, copy: Callable[[SlotStream], None], nbytes: int) -> None:
-        room = self._room
-        assert room is not None
+        put = self._put
+        assert put is not None
         try:
-            with room.lock, copying():
-                if not room.is_over:  # given up meanwhile: the submission says so
-                    copy(SlotStream(room.views(), room.chunk_bytes, nbytes))
+            with put.lock, copying():
+                if put.is_open:  # else given up meanwhile: the submission says so
+                    copy(SlotStream(put.views(), put.chunk_bytes, nbytes))
         except BaseException as error:
             self._give_up(f"its state could not be copied: {error!r}")
             raise
@@ -246,7 +249,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         if self._is_coordinator:
             tail_bytes += estimate_bytes(self._names, self.puts.world_size if self._is_global else 1)
         self._begin(end, tail_bytes, began_s, self.wait_s if self.wait is not None else self._stall_s)
-        if self._room is not None:
+        if self._is_open:
             self._copy(lambda stream: copy_sources(placed, stream, end), end)
         if self.ticket is not None:
             self.ticket.stall_s = time.monotonic() - began_s  # of the copy; a synchronous save goes on waiting
@@ -266,9 +269,9 @@ class DcpWriter(StorageWriter, AsyncStager):
             }
         )
         moved = {old: new for new, old in enumerate(kept)}
-        if self._room is not None:
+        if self._put is not None and self._put.is_open:
             staged = -(-self._end // chunk_bytes)
-            self._room.keep([*kept, *range(staged, len(self._room.slots))])
+            self._put.keep([*kept, *range(staged, len(self._put.slots))])
         self._end = len(kept) * chunk_bytes
         return [moved[start // chunk_bytes] * chunk_bytes + start % chunk_bytes if size else 0 for start, size in spans]
 
@@ -280,37 +283,35 @@ class DcpWriter(StorageWriter, AsyncStager):
         return start
 
     def _submit(self, metadata: tuple[int, int] | None) -> None:
-        room, ticket = self._room, self.ticket
-        if room is None or ticket is None or ticket.is_over:
+        put = self._put
+        if put is None or put.ticket.is_over:
             return
         tail = b"".join(self._tail)
-        short = -(-self._end // room.chunk_bytes) - len(room.slots)
-        if short > 0 and not room.extend(short, self.puts.config.stall_budget_s):
-            self._give_up(f"no room for {len(tail)} bytes of objects and metadata")
+        short = -(-self._end // put.chunk_bytes) - len(put.slots)
+        if short > 0 and not put.extend(short, self.puts.config.stall_budget_s):
+            self._give_up(f"no free slots for {len(tail)} bytes of objects and metadata")
             return
         if short > 0:
-            self.puts.outgrown(len(room.slots))
-        with room.lock:
-            if tail and not room.is_over:
-                stream = SlotStream(room.views(), room.chunk_bytes, self._end)
+            self.puts.room.outgrown(len(put.slots))
+        with put.lock:
+            if tail and put.is_open:
+                stream = SlotStream(put.views(), put.chunk_bytes, self._end)
                 source = byte_array(tail)
                 stream.write(self._end - len(tail), address_of(source), len(tail))
-            is_ours = room.submit(SavedLayout(metadata, self._is_global).encode(self._end), self._end)
+            is_ours = put.submit(SavedLayout(metadata, self._is_global).encode(self._end), self._end)
         if not is_ours:
-            self.puts.skip(ticket, "its slots were taken back before it was submitted", "failed")
+            put.fail("its slots were taken back before it was submitted")
 
     def _give_up(self, why: str) -> None:
-        if self._room is not None:
-            self._room.abandon()
-        if self.ticket is not None:
-            self.puts.skip(self.ticket, why, "failed")
+        if self._put is not None:
+            self._put.fail(why)
 
     def _fail(self, error: BaseException) -> None:
-        """Give the save up on all ranks, as it failed here: none keeps room for the step (R12)."""
+        """Give the save up on all ranks, as it failed here: none keeps slots for the step (R12)."""
         why = f"its save failed: {error!r}"
         if self.ticket is not None and not self.ticket.is_over:
             self._give_up(why)
-        self.puts.give_up(self.step, why)
+        self.puts.steps.give_up(self.step, why, self._stall_s)
 
     def _end_save(self, level: str | None) -> None:
         """Wait for a level; a save that waits for one says so on every rank as soon as it cannot be reached."""

@@ -46,9 +46,7 @@ class ClaimedMemory:
         self.overlooked: set[int] = set()  # slots whose readers outlived their pins: one may still look at them (R7)
         self.lock = lock
 
-    def claim(
-        self, job: str, share: PeerShare, on_step: Callable[[int, int], None] = lambda done, wanted: None
-    ) -> None:
+    def claim(self, job: str, share: PeerShare) -> None:
         """Grow the arena to hold the share and reserve it; CapacityError with the numbers if it cannot.
 
         A share that was refused elsewhere shrinks again, and so does that of an ended job: slots that no job reserves
@@ -59,7 +57,7 @@ class ClaimedMemory:
                 needed, before = self._index.slots_needed(job, share), self._index.shares.get(job)
                 prepared = self._index.prepared.get(job)
             try:
-                self.grow_to(needed, on_step)
+                self.grow_to(needed)
             except CapacityError as exc:
                 raise CapacityError(f"{exc}. {self._asked(share)}", **vars(exc)) from exc
             with self._index_lock:
@@ -113,7 +111,7 @@ class ClaimedMemory:
                     needed = table.claimed_count + count - len(table.free)
                 self.grow_to(needed)
 
-    def grow_to(self, slots_count: int, on_step: Callable[[int, int], None] = lambda done, wanted: None) -> None:
+    def grow_to(self, slots_count: int) -> None:
         """Claim pages until there are `slots_count` slots; the caller holds `lock`.
 
         Raises:
@@ -136,11 +134,11 @@ class ClaimedMemory:
             raise CapacityError(refusal, asked_bytes=asked_bytes)
         unbacked = table.unbacked[:missing]
         if unbacked:
-            arena.fill(unbacked, on_step)
+            arena.fill(unbacked)
             with self._index_lock:
                 table.fill(unbacked)
         if missing > len(unbacked):
-            arena.grow(arena.slots_count + missing - len(unbacked), on_step=on_step)
+            arena.grow(arena.slots_count + missing - len(unbacked))
             with self._index_lock:
                 table.grow(arena.slots_count)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from memstore.core.arena.replica_index import StoredReplica
@@ -58,10 +58,10 @@ class SlotMemory(Protocol):
     def view(self, slot: int, nbytes: int | None = None) -> memoryview:
         """Return the bytes of a slot, or its first ones."""
 
-    def grow(self, slots_count: int, *, on_step: Callable[[int, int], None]) -> int:
+    def grow(self, slots_count: int) -> int:
         """Claim memory until there are so many slots; CapacityError if the machine has none."""
 
-    def fill(self, slots: Sequence[int], on_step: Callable[[int, int], None]) -> None:
+    def fill(self, slots: Sequence[int]) -> None:
         """Claim memory for slots that gave theirs back; CapacityError if the machine has none."""
 
     def give_back(self, slots: Sequence[int]) -> list[int]:

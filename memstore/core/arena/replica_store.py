@@ -95,11 +95,9 @@ class ReplicaStore(Generic[M_co, F_co]):
 
     # -- room (R9, R10) -----------------------------------------------------------------------
 
-    def claim(
-        self, job: str, share: PeerShare, on_step: Callable[[int, int], None] = lambda done, wanted: None
-    ) -> None:
+    def claim(self, job: str, share: PeerShare) -> None:
         """Reserve room for a job; see ClaimedMemory.claim."""
-        self.room.claim(job, share, on_step)
+        self.room.claim(job, share)
 
     def ensure_free(self, count: int) -> None:
         """Have so many slots free for staging; see ClaimedMemory.ensure_free."""

@@ -429,7 +429,7 @@ class StepCommits:
     # -- skip ---------------------------------------------------------------------------------
 
     def skip(self, call: Call[SkipStep]) -> None:
-        """Abandon a step on all ranks: one found no room within its stall budget (R12)."""
+        """Abandon a step on all ranks: one found no free slots within its stall budget (R12)."""
         request, found = call.request, attempt_of(self.state, self.out, call)
         if found is None:
             return

@@ -99,12 +99,12 @@ class SubmittedPut:
     @property
     def shard(self) -> ShardId:
         """Return the shard that it is to become."""
-        return ShardId(self.link.job, self.ready.attempt, self.ready.step, self.link.rank)
+        return ShardId(self.link.job, self.ready.terms.attempt, self.ready.terms.step, self.link.rank)
 
     @property
     def key(self) -> tuple[str, int, Owner]:
         """Return the key by which a fence and a `bye` wait for it."""
-        return self.link.job, self.ready.attempt, self.link.owner
+        return self.link.job, self.ready.terms.attempt, self.link.owner
 
 
 @dataclass

@@ -5,10 +5,10 @@ Values in, decision with its reason out; `memstore/core/durable/storage_ports.py
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from memstore.core.schedule.put_interval import optimal_interval_s
 from memstore.errors import ConfigError
 from memstore.intervals import Every, parse_every
 from recovery.inventory import StepId
@@ -26,8 +26,24 @@ class Decision:
     why: str
 
 
+def optimal_interval_s(cost_s: float, mtbf_s: float) -> float:
+    """Return the time between checkpoints that wastes least: computing time, the checkpoint's own excluded.
+
+    Args:
+        cost_s: Seconds that one checkpoint stops training.
+        mtbf_s: Mean seconds between failures, exponentially distributed.
+
+    Source: J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22 (2006),
+    eq. 37; its first term is Young's, A first order approximation to the optimum checkpoint interval, CACM 17 (1974).
+    """
+    if cost_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = cost_s / (2 * mtbf_s)
+    return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
+
+
 def optimal_every(write_s: float | None, mtbf_s: float) -> Every:
-    """Return the distance that wastes least (`put_interval.optimal_interval_s`), never less than a write takes.
+    """Return the distance that wastes least (`optimal_interval_s`), never less than a write takes.
 
     No put waits for a durable write, so its real cost is a share of the network and the storage for that time:
     all of its time counts, as if training stood still, and every failure, as if RAM never survived one. Both are upper

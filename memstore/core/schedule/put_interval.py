@@ -16,13 +16,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
+from memstore.core.schedule.durable_interval import optimal_interval_s
 from memstore.intervals import STEPS_MAX, Every
 
 LEAD_PUTS = 4  # more than arenas have room for before a commit: no healthy rank waits
 PUTS_MEASURED = 5  # committed at one distance before it changes: the first put costs more than others
 PUTS_KEPT = 9  # newest ones that count
 NOISE = 0.1  # of a step's time
-PRIOR_S = 86_400.0  # one failure a day, until failures were seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,27 +61,6 @@ class PutCosts:
         steps_s = [(b[1] - a[1] - a[2]) / (b[0] - a[0]) for a, b in pairwise(self._committed)]
         _, _, stalls_s, commits_s = zip(*self._committed, strict=True)
         return Measured(*(max(0.0, statistics.median(each)) for each in (steps_s, stalls_s, commits_s)))
-
-
-def optimal_interval_s(cost_s: float, mtbf_s: float) -> float:
-    """Return the time between checkpoints that wastes least: computing time, the checkpoint's own excluded.
-
-    Args:
-        cost_s: Seconds that one checkpoint stops training.
-        mtbf_s: Mean seconds between failures, exponentially distributed.
-
-    Source: J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22 (2006),
-    eq. 37; its first term is Young's, A first order approximation to the optimum checkpoint interval, CACM 17 (1974).
-    """
-    if cost_s >= 2 * mtbf_s:
-        return mtbf_s
-    ratio = cost_s / (2 * mtbf_s)
-    return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
-
-
-def mean_time_between_failures_s(observed_s: float, failures_count: int) -> float:
-    """Return the mean over what was observed and one failure a day before that (ours)."""
-    return (observed_s + PRIOR_S) / (failures_count + 1)
 
 
 def decide_steps(every: Every, measured: Measured, mtbf_s: float, last: int = 1) -> int:

@@ -52,21 +52,27 @@ class SlotSample(Part, frozen=True):
     digests: bytes
 
 
-class PutReady(Message, frozen=True, tag="put_ready"):
-    """Submit a filled put to the holder, which digests, stores and copies it (R11)."""
+class PutTerms(Part, frozen=True):
+    """What a put is from its beginning on: made once by its rank, and kept as it is by its holder."""
 
     attempt: Unsigned
     step: Unsigned
+    world_size: Positive
+    shared_chunks: Unsigned | None = None
+    """So many of its first chunks are what other ranks put as well; None: the rank names no shard (R34)."""
+    began_s: Seconds = 0.0
+    """By the clock of this machine."""
+
+
+class PutReady(Message, frozen=True, tag="put_ready"):
+    """Submit a filled put to the holder, which digests, stores and copies it (R11)."""
+
+    terms: PutTerms
     slots: tuple[Unsigned, ...]
     arena: str
     sample: SlotSample
     layout: bytes
     nbytes: Unsigned
-    world_size: Positive
-    shared_chunks: Unsigned | None
-    """So many of its first chunks are what other ranks put as well; None: the rank names no shard (R34)."""
-    began_s: Seconds
-    """By the clock of this machine."""
     stall_s: Seconds
     is_lost: bool = False
     """Its slots are the rank's no more: it is sent again for its level only."""
@@ -138,13 +144,6 @@ class SlotsLeased(Message, frozen=True, tag="slots_leased"):
     slots: tuple[Unsigned, ...]
 
 
-class RoomGrown(Message, frozen=True, tag="room_grown"):
-    """How far this host's memory has grown for the room that was asked for."""
-
-    done_bytes: Unsigned
-    wanted_bytes: Unsigned
-
-
 class CheckInto(Message, frozen=True, tag="check_into"):
     """Compare `into=` with this manifest and say what came of it (R26)."""
 
@@ -169,7 +168,7 @@ class ReplicasDiffer(Message, frozen=True, tag="replicas_differ"):
     chunks: tuple[Unsigned, ...]
 
 
-HolderEvent = CallAnswered | SlotsLeased | RoomGrown | StepLevel | CheckInto | AttemptFenced | ReplicasDiffer
+HolderEvent = CallAnswered | SlotsLeased | StepLevel | CheckInto | AttemptFenced | ReplicasDiffer
 
 decode_greeting: Decoder[Welcome | ErrorMessage] = Decoder(Welcome | ErrorMessage)
 decode_holder_event: Decoder[HolderEvent] = Decoder(HolderEvent)

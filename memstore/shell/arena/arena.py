@@ -117,16 +117,13 @@ class Arena:
         """Slots claimed so far, unbacked ones included."""
         return self.headers.slots_count
 
-    def grow(
-        self, slots_count: int, should_stop: Callable[[], bool] | None = None,
-        on_step: Callable[[int, int], None] = lambda done_bytes, wanted_bytes: None,
-    ) -> int:  # fmt: skip
+    def grow(self, slots_count: int, should_stop: Callable[[], bool] | None = None) -> int:
         """Claim slots until there are `slots_count` in all, in steps of 64 MiB without the GIL.
 
         Each step is allocated and pre-faulted; the new slots count only when all of them are there.
         If they cannot all be there, or `should_stop` says so, what this call had claimed is given
         back by punching a hole, and earlier slots stay as they were. Returns the slots there are.
-        One call at a time; meant for a background thread. `on_step` gets the bytes done and the bytes wanted.
+        One call at a time; meant for a background thread.
 
         Raises:
             CapacityError: Beyond the limit, or the file system or memory is full.
@@ -141,13 +138,13 @@ class Arena:
                 needed_bytes=slots_count * self.chunk_bytes,
                 limit_bytes=self.limit_slots * self.chunk_bytes,
             )
-        if self._claim(range(before, slots_count), should_stop, on_step):
+        if self._claim(range(before, slots_count), should_stop):
             self.headers.slots_count = slots_count
         return self.slots_count
 
-    def fill(self, slots: Sequence[int], on_step: Callable[[int, int], None]) -> None:
+    def fill(self, slots: Sequence[int]) -> None:
         """Claim the pages of unbacked slots again, all or none of them; as `grow` does."""
-        self._claim(slots, None, on_step)
+        self._claim(slots, None)
 
     def give_back(self, slots: Sequence[int]) -> list[int]:
         """Give back the pages of unleased free slots; return the slots that some process still needs."""
@@ -158,9 +155,7 @@ class Arena:
                 kept.difference_update(range(free, free + free_count))
         return sorted(kept)
 
-    def _claim(
-        self, slots: Sequence[int], should_stop: Callable[[], bool] | None, on_step: Callable[[int, int], None]
-    ) -> bool:
+    def _claim(self, slots: Sequence[int], should_stop: Callable[[], bool] | None) -> bool:
         """Allocate and pre-fault slots step by step; False, with all of it given back, if it was stopped."""
         wanted, done, is_whole = len(slots) * self.chunk_bytes, 0, False
         try:
@@ -171,7 +166,6 @@ class Arena:
                 _allocate(self.folder, self._fd, at, nbytes, done_bytes=done, wanted_bytes=wanted)
                 self.mapping.populate(at, nbytes)
                 done += nbytes
-                on_step(done, wanted)
             is_whole = True
         finally:
             if not is_whole:

@@ -362,7 +362,7 @@ class BlockingIo:
     async def claim_room(self, job: str, share: PeerShare) -> None:
         """As in HolderIo."""
         with self._released():
-            self.replicas.claim(job, share, functools.partial(self.connections.room, job))
+            self.replicas.claim(job, share)
 
     async def verify(self, stored: StoredReplica, chunks: frozenset[int] | None = None) -> list[int]:
         """As in HolderIo."""
@@ -418,7 +418,7 @@ class BlockingIo:
         """As in HolderIo."""
         with self._released():
             stored = self.replicas.seal_local(
-                shard, world_size=ready.world_size, layout=ready.layout, nbytes=ready.nbytes, slots=ready.slots,
+                shard, world_size=ready.terms.world_size, layout=ready.layout, nbytes=ready.nbytes, slots=ready.slots,
                 attempt=shard.attempt, given=seal.given_digests(ready),
                 follower=fresh if isinstance(fresh, StreamingReplica) else None,
             )  # fmt: skip

@@ -6,13 +6,12 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import cast
 
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import ranks
 from memstore.core.holder.state import SubmittedPut
 from memstore.core.wire.frame import Kind
-from memstore.core.wire.rank_messages import HolderEvent, RoomGrown, SlotsLeased, Welcome
+from memstore.core.wire.rank_messages import HolderEvent, SlotsLeased, Welcome
 from memstore.errors import PeerUnreachable, TransportError
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.net.channel import Channel
@@ -64,11 +63,6 @@ class RankConnections:
     def __init__(self, context: HolderContext) -> None:
         self.context, self.state = context, context.state
 
-    def of_job(self, job: str) -> list[RankConnection]:
-        """Return the links of a job's ranks on this host."""
-        with self.context.changed:
-            return cast("list[RankConnection]", self.state.ranks.of_job(job))
-
     def grant(self, link: RankConnection) -> None:
         """Lease a rank what its share allows, and send it the slots."""
         with link.grants:
@@ -76,8 +70,3 @@ class RankConnections:
                 slots = ranks.lease(self.state, link)
             if slots:
                 link.send(SlotsLeased(slots=tuple(slots)))
-
-    def room(self, job: str, done_bytes: int, wanted_bytes: int) -> None:
-        """Send a job's ranks how far the room that they asked for has grown."""
-        for link in self.of_job(job):
-            link.send(RoomGrown(done_bytes=done_bytes, wanted_bytes=wanted_bytes))

@@ -57,7 +57,7 @@ class CollectiveMarks:
         self._word[0] = began_ns
 
     def _publish(self) -> None:
-        """Make a file for the holder that serves now; without room for one, the marks reach no holder."""
+        """Make a file for the holder that serves now; without space for one, the marks reach no holder."""
         if self._path is not None:  # still there if its connection ended before the holder opened it
             self._path.unlink(missing_ok=True)
         self._known, self._word = self._link.channel, memoryview(bytearray(MARK_BYTES)).cast("Q")

@@ -1,8 +1,8 @@
-"""A rank's side of its link to the holder: leased slots, submissions, calls, levels (R4, R8, R11).
+"""A rank's side of its link to the holder: the socket, and what is sent again on the next one (R4, R8, R11).
 
-`put` only takes free slots and appends to `outbox`; one thread writes and pre-faults, one
-reads. If the holder goes away the link comes back by itself: it confirms which slots are still its
-own, and sends unsealed puts and unanswered calls again.
+`put` only takes free slots (`leases.py`) and appends to `outbox`; one thread writes and pre-faults, one reads. If the
+holder goes away the link comes back by itself: it confirms which slots are still its own, and sends unsealed puts and
+unanswered calls again.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from memstore.core.wire.rank_messages import (
     Bye,
     HolderEvent,
     PutReady,
+    PutTerms,
     RankHello,
     RankMessage,
     SlotsLeased,
@@ -57,10 +58,10 @@ from memstore.shell.arena.mapping import sample
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_unix
 from memstore.shell.rank.arena_view import RankMapping
-from memstore.shell.rank.lease_pool import LeasedSlots, Tenant, UnsealedPut
+from memstore.shell.rank.leases import Leases, Tenant
 from memstore.shell.rank.open_links import note_open
 from memstore.shell.rank.peer_chunks import Fetches
-from memstore.shell.threads.waits import Answer, answer_of
+from memstore.shell.threads.waits import Answer, SafeCondition, answer_of
 
 R = TypeVar("R")
 log = logging.getLogger("memstore")
@@ -71,25 +72,31 @@ SEED_BITS = 62  # what an Unsigned has
 REFUSED_S = 2.0  # after a refusal wait this long, instead of RECONNECT_S, before the next try
 
 
-class HolderLink(LeasedSlots):
-    """One link. Its owner sets `on_event`, which gets what concerns puts and gets, in the reader thread."""
+class HolderLink:
+    """One link.
+
+    Its owner sets `on_event`, which gets what concerns puts and gets, and `on_fenced`; the link's threads call both.
+    """
 
     def __init__(
         self, folder: Path, *, nonce: str, job: str = "", rank: int = -1, attempt: int = 0,
         connect_s: float = CONNECT_S,
     ) -> None:  # fmt: skip
         """Without a job it is a tool's link, which only asks."""
-        super().__init__(RankMapping(folder, ""))
+        self.leases = Leases(RankMapping(folder, ""))
         self._connect_s = connect_s  # for all of a connection's beginning, each time
         self.folder, self.nonce, self.job, self.rank = folder, nonce, job, rank
         self.attempt = attempt
         self.on_event: Callable[[HolderEvent], None] = lambda event: None
+        self.on_fenced: Callable[[FencedError], None] = lambda error: None
         self.life = next(_LIVES)  # distinguishes the leases of one process's stores
+        self.answered = SafeCondition()  # some call; guards the calls, and which channel is the present one
         self.calls: dict[int, tuple[Future[Any], Called]] = {}
         self.call_ids = itertools.count(1)
         self.outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # a signal's handler may call
-        self.is_removed = False  # it is fenced because its job was removed
-        self.interrupted = ""  # why this process ended its own waits, if it did
+        self.closed = threading.Event()
+        self.fenced = ""  # why its Store may do nothing any more
+        self.interrupted = ""  # the same, where this process ended its own waits
         self.fetches = Fetches()
         self.channel, self.welcome = self._connect(None)
         note_open(self)
@@ -107,7 +114,7 @@ class HolderLink(LeasedSlots):
             return ToolHello(nonce=self.nonce, life=self.life, pid=os.getpid())
         return RankHello(
             nonce=self.nonce, life=self.life, pid=os.getpid(), job=self.job, rank=self.rank, attempt=self.attempt,
-            held=tuple(self.held()), arena=self.mapping.arena,
+            held=tuple(self.leases.held()), arena=self.leases.mapping.arena,
             ended=tuple(_ENDED.get((self.folder, self.nonce), ())),
         )  # fmt: skip
 
@@ -132,12 +139,12 @@ class HolderLink(LeasedSlots):
             raise
         if isinstance(hello, RankHello):
             _ENDED.get((self.folder, self.nonce), set()).difference_update(hello.ended)
-        if self.mapping.arena not in ("", welcome.arena):
+        if self.leases.mapping.arena not in ("", welcome.arena):
             log.warning(
                 "memstore: the holder of this host has another arena: the slots that this process had in the old arena "
                 "are no longer valid"
             )
-        self.take_arena(RankMapping(self.folder, welcome.arena), welcome.stale)
+        self.leases.take_arena(RankMapping(self.folder, welcome.arena), welcome.stale)
         return channel, welcome
 
     def commands(self, text: str) -> str:
@@ -167,19 +174,15 @@ class HolderLink(LeasedSlots):
                 log.warning("memstore: the holder of this host refuses this process: %s", exc)
                 self.closed.wait(REFUSED_S)
                 continue
-            with self.room:
+            with self.answered:
                 is_closed = self.closed.is_set()  # meanwhile: its `bye` went to the link that was lost
                 self.channel, self.welcome = channel, welcome
-                again = [put for _, put in sorted(self.unsealed_puts.items())]
-                for unsealed in again:
-                    unsealed.is_sent = False
                 calls = [call for _, (_, call) in sorted(self.calls.items())]
-                self.room.notify_all()
             if is_closed:
                 self._leave(channel)
                 return
-            for unsealed in again:
-                self.outbox.put(lambda put=unsealed: self._send_put(put))  # type: ignore[misc]
+            for put in self.leases.to_send_again():  # what is sent from now on goes to this channel
+                self._queue(put)
             for call in calls:
                 self.notify(call)
             return
@@ -196,9 +199,12 @@ class HolderLink(LeasedSlots):
             except Exception:
                 log.exception("memstore: the link thread could not do its work")
 
-    def _send_put(self, unsealed: UnsealedPut) -> None:
-        if self.begin_sending(unsealed):
-            self._send(unsealed.message)
+    def _queue(self, put: Tenant) -> None:
+        self.outbox.put(lambda: self._send_put(put))
+
+    def _send_put(self, put: Tenant) -> None:
+        if self.leases.begin_sending(put) and put.message is not None:
+            self._send(put.message)
 
     def _send(self, message: RankMessage) -> None:
         self.channel.send(Kind.EVENT, 0, message, deadline_s=SEND_S)
@@ -206,27 +212,27 @@ class HolderLink(LeasedSlots):
     # -- events -------------------------------------------------------------------------------
 
     def take_event(self, event: HolderEvent) -> None:
-        """Take what the holder, or this process, says."""
+        """Take what the holder says."""
         match event:
             case CallAnswered():
                 self._take_answer(event)
             case SlotsLeased(slots=slots):
-                mapping = self.grant(slots)
-                self.outbox.put(lambda: self._take_grant(slots, mapping))
+                mapping = self.leases.grant(slots)
+                self.outbox.put(lambda: self._take_grant(event, slots, mapping))
             case StepLevel():
                 if event.attempt == self.attempt:
                     self.on_event(msgspec.structs.replace(event, reason=self.commands(event.reason)))
                 if event.level != "pending":  # after it: a put that is ended by an exception looks for either
-                    self.answered(event.attempt, event.step)
+                    self.leases.answered(event.attempt, event.step)
+            case AttemptFenced(is_removed=True):
+                self.fence("the job was removed; connect again to begin it from nothing")
             case AttemptFenced():
-                self.is_removed, self.fenced_by = event.is_removed, event.attempt
-                self.on_event(event)
-                self._fail_calls(self.fenced_error())
+                self.fence_by(event.attempt)
             case _:
                 self.on_event(event)
 
     def _take_answer(self, event: CallAnswered) -> None:
-        with self.room:
+        with self.answered:
             future, asked = self.calls.pop(event.id, (None, None))
         if event.error is not None:
             name, why = event.error
@@ -238,8 +244,8 @@ class HolderLink(LeasedSlots):
         else:
             with contextlib.suppress(ProtocolError):  # the answer to another call
                 self.notify(Unpin(pin=decode_pinned(event.reply).pin))  # its reader has given up
-        with self.room:
-            self.room.notify_all()  # a thread waits for this or something else
+        with self.answered:
+            self.answered.notify_all()  # a thread waits for this or something else
 
     def _settle(self, future: Future[Any], asked: Called, event: CallAnswered) -> None:
         """Give a future its answer. An attempt that it names is this link's from now on, if it breaks or not."""
@@ -252,41 +258,50 @@ class HolderLink(LeasedSlots):
             future.set_exception(exc)
 
     def _fail_calls(self, error: MemstoreError) -> None:
-        with self.room:
+        with self.answered:
             calls, self.calls = self.calls, {}
         for future, _ in calls.values():
             future.set_exception(error)
-        with self.room:
-            self.room.notify_all()
+        with self.answered:
+            self.answered.notify_all()
 
-    def _take_grant(self, slots: Sequence[int], mapping: RankMapping) -> None:
+    def _take_grant(self, event: SlotsLeased, slots: Sequence[int], mapping: RankMapping) -> None:
         """Pre-fault our mapping of new slots off the training thread and offer them to put, some at a time (R9)."""
         count = len(slots) if self.closed.is_set() else mapping.prefault(slots)
-        self.granted(slots[:count], mapping)
+        self.leases.granted(slots[:count], mapping)
         if slots[count:]:
-            self.outbox.put(lambda: self._take_grant(slots[count:], mapping))
+            self.outbox.put(lambda: self._take_grant(event, slots[count:], mapping))
+        else:
+            self.on_event(event)
 
     def fenced_error(self) -> FencedError:
         """Return the error for a Store of an older attempt, of an older connect() or of a removed job (R21)."""
-        if self.interrupted:
-            return FencedError(f"job {self.job!r}: attempt {self.attempt} is over: {self.interrupted}")
-        if self.is_removed:
-            why = "the job was removed; connect again to begin it from nothing"
-        elif self.fenced_by == self.attempt:
-            why = "this process has connected to the job again: use the Store that it was given then"
+        whose = f"this Store belongs to attempt {self.attempt} and is fenced"
+        return FencedError(f"job {self.job!r}: {whose}: {self.fenced}")
+
+    def fence(self, why: str) -> None:
+        """End every wait on this link with a FencedError that says `why`; no put that is not filled is submitted."""
+        self.fenced = self.interrupted or why
+        self.leases.end()
+        self.on_fenced(self.fenced_error())
+        self._fail_calls(self.fenced_error())
+
+    def fence_by(self, attempt: int) -> None:
+        """Fence it because an attempt was opened, by this process's next connect() if it is the same."""
+        if attempt == self.attempt:
+            self.fence("this process has connected to the job again: use the Store that it was given then")
         else:
-            why = f"attempt {self.fenced_by} was opened: end this process, or use the Store that it opened for that"
-        return FencedError(f"job {self.job!r}: this Store belongs to attempt {self.attempt} and is fenced: {why}")
+            self.fence(f"attempt {attempt} was opened: end this process, or use the Store that it opened for that")
 
     def interrupt(self, why: str) -> None:
-        """End every wait on this link with a FencedError that says `why`; any thread may call, more than once.
-
-        No put whose copy has not ended by then is submitted.
-        """
-        with self.room:
-            self.interrupted = why
+        """Fence it because this process ends its own waits, to go on in another attempt; any thread, more than once."""
+        self.interrupted = why
         self.fetches.close()
-        self.take_event(AttemptFenced(attempt=self.attempt or 1, is_removed=False))
+        self.fence(why)
+
+    def who(self) -> dict[str, Any]:
+        """Return the fields of a request that say which rank asks."""
+        return {"job": self.job, "attempt": self.attempt, "rank": self.rank}
 
     # -- for the store ------------------------------------------------------------------------
 
@@ -318,7 +333,7 @@ class HolderLink(LeasedSlots):
         """Have a call answered, or failed by `close`; False if the link is closed."""
         if self.closed.is_set():  # looked at first: in a forked child another process's thread may have the lock
             return False
-        with self.room:
+        with self.answered:
             if self.closed.is_set():  # `close` has failed the calls, or does so next
                 return False
             self.calls[asked.id] = (future, asked)
@@ -351,45 +366,36 @@ class HolderLink(LeasedSlots):
 
         concurrent.futures.wait enters locks of all of them by Python: a signal's handler would leave some held.
         """
-        with self.room:
-            return bool(self.room.wait_for(lambda: any(future.done() for future in futures), timeout_s))
+        with self.answered:
+            return bool(self.answered.wait_for(lambda: any(future.done() for future in futures), timeout_s))
 
     def forget_call(self, future: Future[Any]) -> None:
         """Forget a call: no thread waits for its answer, and a reconnect must not send it again."""
-        with self.room:
+        with self.answered:
             for key in [k for k, (f, _) in self.calls.items() if f is future]:
                 del self.calls[key]
 
     def submit(
-        self, tenant: Tenant, step: int, slots: Sequence[int], mapping: RankMapping, *, attempt: int, world_size: int,
-        layout: bytes, nbytes: int, shared_chunks: int | None = None, began_s: float = 0.0, stall_s: float = 0.0,
-        digests: bytes | None = None,
-    ) -> bool:  # fmt: skip
-        """Queue slots that were filled through `mapping` for the holder, without a wait.
+        self, put: Tenant, terms: PutTerms, *, layout: bytes, nbytes: int, stall_s: float, digests: bytes | None
+    ) -> bool:
+        """Queue an open put, whose bytes are complete, for the holder, without a wait.
 
-        False if some are no longer the tenant's (R8, R11), or this link was interrupted. `began_s` and `stall_s` are
-        for people.
+        False if some of its slots are no longer its own (R8, R11), or this link is fenced. `stall_s` is for people.
         """
         try:
-            seen = sample(mapping.open(), slots, nbytes, secrets.randbits(SEED_BITS))
+            assert put.mapping is not None
+            seen = sample(put.mapping.open(), put.slots, nbytes, secrets.randbits(SEED_BITS))
         except (ClosedError, IndexError):  # the store is closed
             return False
-        unsealed = UnsealedPut(
-            PutReady(
-                attempt=attempt, step=step, slots=tuple(slots), arena=mapping.arena, sample=seen, layout=layout,
-                nbytes=nbytes, world_size=world_size, shared_chunks=shared_chunks, began_s=began_s, stall_s=stall_s,
-                digests=digests,
-            ), tuple(slots),
+        message = PutReady(
+            terms=terms, slots=tuple(put.slots), arena=put.mapping.arena, sample=seen, layout=layout, nbytes=nbytes,
+            stall_s=stall_s, digests=digests,
         )  # fmt: skip
-        passed_on: dict[int, Tenant] = dict.fromkeys(slots, unsealed)
-        with self.room:
-            if self.interrupted or not self.are_of(tenant, slots, mapping):
+        with self.leases.changed:
+            if not self.leases.are_of(put):
                 return False
-            # Queue first: if a signal handler raises before the rest is done, the queued work finds no whole submission
-            # and sends nothing.
-            self.outbox.put(lambda: self._send_put(unsealed))
-            self.unsealed_puts[attempt, step] = unsealed
-            self.tenants.update(passed_on)
+            self._queue(put)  # first: if a signal's handler raises before the rest is done, it finds no filled put
+            self.leases.fill(put, message)
         return True
 
     def notify(self, message: RankMessage) -> None:
@@ -403,13 +409,14 @@ class HolderLink(LeasedSlots):
         self.outbox.put(None)
         if threading.current_thread() is not self._threads[1]:
             self._threads[1].join(CONNECT_S)
-        with self.room:
+        with self.answered:
             self.closed.set()
             channel = self.channel
+        self.leases.end()
         self._leave(channel)
         self._fail_calls(ClosedError("the store was closed while a call was under way"))
         self._threads[0].join(CONNECT_S)
-        self.close_mappings()
+        self.leases.close_mappings()
         if self.job:
             _ENDED.setdefault((self.folder, self.nonce), set()).add(self.life)
 

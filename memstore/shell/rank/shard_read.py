@@ -151,7 +151,7 @@ class ShardRead:
 
     def pin(self, views: Views, device: int) -> None:
         """Let a CUDA device read these where they lie."""
-        self.link.mapping.pin_at(
+        self.link.leases.mapping.pin_at(
             [address_of(np.frombuffer(view, np.uint8)) for _, view in views if view.nbytes], device
         )
 
@@ -226,7 +226,7 @@ class ShardRead:
                 f"{manifest.shard} has {len(manifest.chunks)} chunks, its holder named {len(answer.slots)} slots: "
                 "call get() again"
             )
-        self._manifest, self._slots, self._mapping = manifest, answer.slots, self.link.mapping
+        self._manifest, self._slots, self._mapping = manifest, answer.slots, self.link.leases.mapping
         self._hold = self._mapping.open().reading()  # their pages stay while this reads (R9)
         self._hold.add(slot for slot in answer.slots if slot is not None)
         if rows := self.link.fetches.reachable(answer.elsewhere):

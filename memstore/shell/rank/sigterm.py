@@ -192,7 +192,7 @@ class SigtermWatch:
         began_s = time.monotonic()
         asked: list[tuple[HolderLink, float, Future[Persisted]]] = []
         for link, limit_s in list(self._limits_s.items()):
-            if not link.fenced_by and not link.closed.is_set():
+            if not link.fenced and not link.closed.is_set():
                 request = PersistStep(job=link.job, step=None, within_s=limit_s * ANSWER_PART)
                 asked.append((link, limit_s, link.call_soon(request)))
         for link, limit_s, answer in asked:

@@ -243,9 +243,9 @@ class Rank(CommandedRank):
 
     def do_put(self, step: int, hold: bool = False, extra: str = "", kib: int = 0, **options: Any) -> dict[str, Any]:
         """Put a step; `hold` stops in mid-copy, `extra="unsupported"` adds an object that no codec takes."""
-        import memstore.client.puts
+        import memstore.client.put
 
-        module: Any = memstore.client.puts
+        module: Any = memstore.client.put
         self.kib = kib or self.kib
         state = self.state(step)
         if extra == "unsupported":

@@ -143,7 +143,7 @@ def test_puts_that_come_faster_than_their_copies_are_skipped_unless_training_may
     with launched(cluster, "fast", stall_budget_s=0.05) as stores:
         on_every_rank(2, lambda rank: stores[rank].put(1, state).wait("committed", 30))
         reasons = frozen_meanwhile(stores, 2)
-        assert any("no room within 0.05 s: step 2 is not committed yet" in reason for reason in reasons)
+        assert any("no free slots within 0.05 s: step 2 is not committed yet" in reason for reason in reasons)
         found = wait_for(row, "the row")
         assert found["remedy"].startswith("put less often, or raise stall_budget_s if training may wait")
     with launched(cluster, "faster", stall_budget_s=30.0) as stores:

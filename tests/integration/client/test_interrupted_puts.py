@@ -1,4 +1,4 @@
-"""A put that a signal's handler ends by an exception, wherever it was: no room is lost, and no lock held (R8, R11)."""
+"""A put that a signal's handler ends by an exception, wherever it was: no slot is lost, and no lock held (R8, R11)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 from interruption import SWALLOWED, interrupt
 from overlap_case import WAIT_S, WIDTH, arrive, hold, on_device_of, one_host, one_rank, stored
 
+from memstore.client.rehearsal import FirstRehearsal, Rehearsal
 from memstore.client.store import Store
 from memstore.errors import LoadError, RecoveryError
 from memstore.shell.device import deferred_copy
@@ -99,11 +101,11 @@ def test_a_put_may_be_interrupted_anywhere(cluster: ProcessCluster, store: Store
     assert at > 100
     kept.clear()
     put(step + 1).wait("committed", WAIT_S)
-    link = store._link
+    leases = store._link.leases
 
     def is_free() -> bool:
         (host,) = cluster.host_rows()
-        return len(link.pool) == len(link.held()) == host["stats"]["leased_slots"] > 0
+        return len(leases.free) == len(leases.held()) == host["stats"]["leased_slots"] > 0
 
     wait_for(is_free, "all that is leased to be free", WAIT_S)
     assert gc.isenabled()
@@ -173,6 +175,22 @@ def test_a_first_put_may_be_interrupted(cluster: ProcessCluster, first: int) -> 
     assert at > 100
 
 
+def test_a_put_that_begins_a_rehearsal_may_be_interrupted() -> None:
+    """It runs in a thread beside the training: close() finds it over wherever its start was ended by an exception."""
+    for at in itertools.count(1):
+        rehearsal, begun = FirstRehearsal("job", "module:build"), threading.Event()
+
+        def rehearse(*_: Any, begun: threading.Event = begun) -> Rehearsal:
+            begun.set()
+            return Rehearsal()
+
+        interrupted = interrupt(lambda: rehearsal.begin(1, rehearse), at)  # noqa: B023
+        assert rehearsal.wait(WAIT_S), interrupted
+        if interrupted is None:
+            break
+    assert begun.is_set()
+
+
 @pytest.mark.parametrize(("of_rank", "first"), [(None, 1), (0, 2)])
 @pytest.mark.usefixtures("two_threads")
 def test_a_get_may_be_interrupted_anywhere(store: Store, of_rank: int | None, first: int) -> None:
@@ -237,7 +255,7 @@ def test_a_rank_whose_handler_raises_again_and_again_goes_on(tmp_path: Path) -> 
                 count += 1
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
-        skipped = [t.reason for t in levels if "no room" in t.reason]
+        skipped = [t.reason for t in levels if "no free slots" in t.reason]
         last = [put(step + n).wait("committed", 60).step for n in range(1, 9)]
         is_right = all(torch.equal(store.get(n, rank=0).state["w"], weights[n % 4]) for n in last[-2:])
         store.close()

@@ -201,11 +201,11 @@ def test_a_forked_child_leaves_the_store_at_once_with_anything_left_to_copy(stor
     store.wait_before_step(training.optimizer)
     hold(store)
     ticket = store.put(0, training.state(), overlap=True)
-    (room,) = store.puts._open
+    (put,) = store.puts._open
     is_held, is_forked = threading.Event(), threading.Event()
 
     def submit() -> None:
-        with room.lock:
+        with put.lock:
             is_held.set()
             is_forked.wait(WAIT_S)
 

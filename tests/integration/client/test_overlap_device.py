@@ -116,15 +116,15 @@ def test_a_copy_that_does_not_arrive_fails_its_step_and_keeps_its_slots_until_it
     store.wait_before_step(training.optimizer)
     hold(store)
     ticket = store.put(0, training.state(), overlap=True)
-    copy, taken = under_way(store), set(store._link.in_copy)
+    copy, taken = under_way(store), set(store._link.leases.in_copy)
     store.puts.overlap.wait(0.01)
-    assert store._link.in_copy == taken
+    assert store._link.leases.in_copy == taken
     worker = threading.Thread(target=copy.work)
     worker.start()
     worker.join(WAIT_S)
     with pytest.raises(CommitError, match=r"0\.01 s at the fence"):
         ticket.wait("committed", WAIT_S)
-    assert not store._link.in_copy
+    assert not store._link.leases.in_copy
     assert device.ordered == device.arrived
 
 

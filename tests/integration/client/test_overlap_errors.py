@@ -15,6 +15,7 @@ from overlap_case import WAIT_S, WIDTH, arrive, hold, one_device_rank, one_host,
 
 from memstore.client import overlapped_copy as overlap_module
 from memstore.client.connect import connect
+from memstore.client.put import Put
 from memstore.client.store import Store
 from memstore.errors import ConfigError, UnsupportedState
 from memstore.shell.codec import encode
@@ -49,7 +50,7 @@ def raising(error: BaseException) -> Any:
 
 def check_that_nothing_is_lost(store: Store, step: int, weight: torch.Tensor) -> None:
     """No slot is in a copy's hand, and the next overlapped put commits."""
-    wait_for(lambda: not store._link.in_copy, "all slots to be given back", WAIT_S)
+    wait_for(lambda: not store._link.leases.in_copy, "all slots to be given back", WAIT_S)
     ticket = store.put(step, {"w": weight}, overlap=[weight])
     store.wait_before_step()
     ticket.wait("committed", WAIT_S)
@@ -103,7 +104,7 @@ def test_an_error_at_the_end_of_a_copy_is_logged(
 ) -> None:
     """What was to be done with a copied state raises: that is logged, and training goes on."""
     with monkeypatch.context() as patch:
-        patch.setattr(store.puts, "submit", raising(OSError("bad")))
+        patch.setattr(Put, "complete", raising(OSError("bad")))
         ticket = store.put(0, {"w": weight}, overlap=[weight])
         store.wait_before_step()
         wait_for(lambda: "an overlapped copy failed" in caplog.text, "the error to be logged", WAIT_S)

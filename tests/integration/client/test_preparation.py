@@ -17,12 +17,11 @@ import pytest
 import torch
 
 from memstore.client.connect import connect
-from memstore.client.prepare import PutPreparation
 from memstore.client.store import Store
 from memstore.core.wire.calls import RankCall
-from memstore.core.wire.rank_messages import RoomGrown
 from memstore.errors import CapacityError, ClosedError, CommitError, ConfigError, GatherTimeout
 from memstore.shell.codec.interpreter import TURN_S
+from memstore.shell.rank.leases import Leases
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 
 LABELS = {"memstore": "replica"}
@@ -81,9 +80,8 @@ def test_a_prepared_store_has_the_room_pages_and_streams_of_its_first_puts(clust
         preparations = [store.prepare(state) for store in stores]
         for preparation in preparations:
             assert preparation.wait(WAIT_S).is_ready
-            assert preparation.fraction == 1.0
             assert preparation.seconds > 0
-        assert all(len(store._link.pool) >= 2 * 20 for store in stores)
+        assert all(len(store._link.leases.free) >= 2 * 20 for store in stores)
         asked: list[RankCall] = []
         for store in stores:
             ask = store._link.call_soon
@@ -96,32 +94,13 @@ def test_a_prepared_store_has_the_room_pages_and_streams_of_its_first_puts(clust
         assert set(stats) == {"h1", "h2"}
 
 
-def test_the_cost_is_reported_once_with_what_grew(cluster: ProcessCluster, caplog: pytest.LogCaptureFixture) -> None:
-    """One line for the log: bytes of a put, bytes new on this host, seconds by part."""
+def test_the_cost_is_reported_once(cluster: ProcessCluster, caplog: pytest.LogCaptureFixture) -> None:
+    """One line for the log: bytes of a put, seconds by part."""
     with caplog.at_level(logging.INFO, "memstore"), ranks(cluster, 1) as (store,):
         preparation = store.prepare(16 * CHUNK).wait(WAIT_S)
         assert preparation.nbytes == 16 * CHUNK
         assert caplog.messages.count(preparation.cost) == 1
-        # Two versions and one to repair a neighbour's copy (R10).
-        assert f"{3 * 16 * CHUNK / 1e9:.3g} GB new on this host" in preparation.cost
         assert store.prepare(16 * CHUNK) is preparation
-
-
-def test_the_first_word_of_growth_is_received(cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host may answer before the thread that asks goes on."""
-    received: list[RoomGrown] = []
-    monkeypatch.setattr(PutPreparation, "on_room", lambda _, event: received.append(event))
-    with ranks(cluster, 1) as (store,):
-        link, at_once = store.puts.link, RoomGrown(done_bytes=1, wanted_bytes=2)
-        ask = link.call_soon
-
-        def asked(request: RankCall) -> Any:
-            store.puts.on_room(at_once)
-            return ask(request)
-
-        monkeypatch.setattr(link, "call_soon", asked)
-        store.prepare(16 * CHUNK).wait(WAIT_S)
-    assert at_once in received
 
 
 def test_a_first_put_waits_for_a_preparation_under_way_and_asks_for_what_is_more(cluster: ProcessCluster) -> None:
@@ -172,7 +151,7 @@ def test_preparing_for_less_than_the_share_leaves_the_share(cluster: ProcessClus
         store.put(1, state_of(3 * CHUNK)).wait("committed", WAIT_S)
         store.prepare(10 * CHUNK).wait(WAIT_S)
         store.put(2, state_of(10 * CHUNK)).wait("committed", WAIT_S)
-        store.puts._preparation = None  # as if the put had grown the room
+        store.puts.room._preparation = None  # as if the put had grown the room
         assert store.prepare(5 * CHUNK).wait(WAIT_S).nbytes == 10 * CHUNK
         assert store.put(3, state_of(10 * CHUNK)).wait("committed", WAIT_S).level == "committed"
 
@@ -206,7 +185,7 @@ def test_a_larger_first_put_of_one_rank_that_does_not_fit_is_skipped_by_all(clus
         assert "does not fit on h1" in large.reason
         wait_for(lambda: small.is_over, "the skip on the other rank", WAIT_S)
         assert small.level == "skipped"
-        step = max(store.puts._resume_step for store in stores)
+        step = max(store.puts.steps.resume_step for store in stores)
         tickets = [store.put(step, state_of(CHUNK // 2)) for store in stores]
         assert [ticket.wait("committed", WAIT_S).level for ticket in tickets] == ["committed"] * 2
 
@@ -250,18 +229,17 @@ def test_a_get_claims_no_room(cluster: ProcessCluster) -> None:
 
 
 def test_a_put_that_was_begun_and_never_ended_costs_no_other_step(cluster: ProcessCluster) -> None:
-    """As after a save that failed elsewhere: a rank that needs its room gives it up alone (R12)."""
+    """As after a save that failed elsewhere: a rank that needs its slots gives it up alone (R12)."""
     state = state_of(16 * CHUNK)
     with ranks(cluster, 2, stall_budget_s=0.5) as (first, second):
         for step in (1, 2):
             changed = {"weight": state["weight"] + step}
             tickets = together([partial(store.put, step, changed) for store in (first, second)])
             assert [ticket.wait("committed", WAIT_S).level for ticket in tickets] == ["committed"] * 2
-        begun, room = first.puts.begin(3, 16 * CHUNK, began_s=time.monotonic())
-        assert room is not None
+        begun = first.puts.begin(3, 16 * CHUNK, began_s=time.monotonic()).ticket
         tickets = [store.put(4, {"weight": state["weight"] + 4}) for store in (second, first)]
         assert [ticket.wait("committed", WAIT_S).level for ticket in tickets] == ["committed"] * 2
-        assert (begun.level, begun.reason) == ("failed", "it was begun, not ended, and its room was needed")
+        assert (begun.level, begun.reason) == ("failed", "it was begun, not ended, and its slots were needed")
 
 
 def is_closed(cluster: ProcessCluster, job: str) -> bool:
@@ -286,7 +264,7 @@ def test_a_preparation_whose_pages_never_come_ends_as_closed(
     cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Closed while it waits for its leases: ClosedError, no word of a peer that did not answer."""
-    monkeypatch.setattr(PutPreparation, "_held_count", lambda _: 0)
+    monkeypatch.setattr(Leases, "entered_count", lambda _: 0)
     with ranks(cluster, 1) as (store,):
         preparation = store.prepare(CHUNK)
         preparation._answer.result(WAIT_S)

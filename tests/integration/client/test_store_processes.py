@@ -41,7 +41,7 @@ def outcome_in_child(store: Store, verb: str) -> str:
                 case "flush":
                     store.flush("durable", timeout_s=1.0)
                 case "wait":
-                    store.puts.tickets[3].wait("durable", timeout_s=1.0)
+                    store.puts.steps._tickets[3].wait("durable", timeout_s=1.0)
             os.write(writing, b"nothing")
         except ClosedError as error:
             os.write(writing, str(error).encode())
@@ -105,7 +105,7 @@ def test_threads_get_in_turn_and_a_forked_child_is_reported_whose_store_it_is(
         for verb in ("put", "get", "get rank", "flush"):
             said = outcome_in_child(store, verb)
             assert said.startswith(f"this Store of job 'job' is that of process {os.getpid()}, of which"), (verb, said)
-        with store.puts.tickets[3]._changed, ThreadPoolExecutor(1) as pool:  # in the child no thread releases it
+        with store.puts.steps._tickets[3]._changed, ThreadPoolExecutor(1) as pool:  # in the child no thread releases it
             said = pool.submit(outcome_in_child, store, "wait").result(WAIT_S)
         assert said.startswith(f"the ticket of step 3 is that of process {os.getpid()}, of which this one"), said
         assert store.put(4, {"weight": torch.zeros(1000)}).wait("committed", WAIT_S).level == "committed"

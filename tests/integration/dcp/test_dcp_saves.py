@@ -113,7 +113,7 @@ def test_async_save_in_a_process_is_refused(site: Site, is_staged_elsewhere: boo
 
 @pytest.mark.parametrize("how", ["sync", "thread"])
 def test_equal_tensors_are_stored_once(site: Site, how: str) -> None:
-    """DCP's planner gives each replicated tensor to one rank; the others' staged copies take no room."""
+    """DCP's planner gives each replicated tensor to one rank; the others' staged copies take no slots."""
     step = site.save(what="replicas", how=how)
     site.check(step, "replicas")
     job = site.cluster.job(site.fleet.job)
@@ -158,11 +158,11 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(site: Site, bad_rank: int, i
 
 
 def test_a_rank_without_room_or_with_nonsense_fails_the_save_on_all(site: Site) -> None:
-    """No room within the stall budget, and a tensor that cannot be stored: an error on all ranks; saves go on."""
+    """No free slots within the stall budget, and a tensor that cannot be stored: an error on all ranks; saves go on."""
     site.save(what="placed")
     failures = site.save_fails("save_without_room", bad_rank=1)
     assert len(failures) == len(HOSTS)
-    assert all("no room within 2 s: no older step of this rank waits for a commit" in text for text in failures)
+    assert all("no free slots within 2 s: no older step of this rank waits for a commit" in text for text in failures)
     failures = site.save_fails("save_unsupported", bad_rank=3)
     assert len(failures) == len(HOSTS)
     step = site.save("put_plain")

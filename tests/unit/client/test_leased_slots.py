@@ -17,7 +17,7 @@ from memstore.core.arena.share import PeerShare
 from memstore.core.holder import ranks
 from memstore.core.wire.calls import AskSteps
 from memstore.core.wire.orders import StepLevel
-from memstore.core.wire.rank_messages import PutReady, SlotSample
+from memstore.core.wire.rank_messages import PutReady, PutTerms, SlotSample
 from memstore.errors import ClosedError
 from memstore.shell.arena.mapping import ArenaMapping
 from memstore.shell.rank import open_links
@@ -39,23 +39,23 @@ def replace_arena(site: Site) -> None:
     site.begin()
     wait_for(lambda: "n" in site.holder.state.ranks.links, "the rank's link")
     site.holder.io.run(ranks.grant_job, site.holder.state, "job")
-    wait_for(lambda: len(site.link.pool) == SHARE_SLOTS, "slots of the new arena")
+    wait_for(lambda: len(site.link.leases.free) == SHARE_SLOTS, "slots of the new arena")
 
 
 def test_a_put_of_another_arena_touches_no_slot_of_this_one(site: Site) -> None:
     """What it filled is never submitted, kept or given back under the numbers that another put has now (R8)."""
-    room, torn = site.stage(2), site.stage(2)
-    before = room.views()
+    put, torn = site.stage(2), site.stage(2)
+    before = put.views()
     replace_arena(site)
     other = site.stage(4)
-    assert set(other.slots) >= {*room.slots, *torn.slots}
+    assert set(other.slots) >= {*put.slots, *torn.slots}
     before[0][:4] = b"late"
     assert bytes(other.views()[0][:4]) == bytes([1]) * 4
-    assert not room.extend(1, 0.0)
-    assert not room.submit(b"", 2 * CHUNK_BYTES)
+    assert not put.extend(1, 0.0)
+    assert not put.submit(b"", 2 * CHUNK_BYTES)
     torn.abandon()
-    assert site.link.in_copy == set(other.slots)
-    assert len(site.link.pool) == SHARE_SLOTS - 4
+    assert site.link.leases.in_copy == set(other.slots)
+    assert len(site.link.leases.free) == SHARE_SLOTS - 4
     assert other.submit(b"", 4 * CHUNK_BYTES)
     send_level(site, "sealed")
 
@@ -66,23 +66,22 @@ def test_a_put_that_is_given_up_before_it_was_sent_keeps_no_slot(site: Site) -> 
     """
     is_sent = threading.Event()
     site.link.outbox.put(lambda: is_sent.wait(30.0) and None)
-    room = site.stage(2)
-    assert room.submit(b"", 2 * CHUNK_BYTES)
+    put = site.stage(2)
+    assert put.submit(b"", 2 * CHUNK_BYTES)
     site.link.take_event(StepLevel(job="train", attempt=1, step=STEP, level="skipped"))
     is_sent.set()
     wait_for(site.link.outbox.empty, "the link's writer")
-    assert len(site.link.pool) == SHARE_SLOTS
+    assert len(site.link.leases.free) == SHARE_SLOTS
 
 
 def test_a_put_whose_copy_ends_after_an_interruption_is_not_submitted(site: Site) -> None:
     """A collective that was aborted meanwhile may have changed what it copied; an earlier one is stored."""
-    earlier, late = site.stage(2), site.stage(2)
-    late.step = STEP + 1
+    earlier, late = site.stage(2), site.stage(2, STEP + 1)
     assert earlier.submit(b"", 2 * CHUNK_BYTES)
     send_level(site, "sealed")
     site.link.interrupt("a rank of it was lost")
     assert not late.submit(b"", 2 * CHUNK_BYTES)
-    assert (1, STEP + 1) not in site.link.unsealed_puts
+    assert (1, STEP + 1) not in site.link.leases.unsealed
 
 
 def test_a_link_that_is_opened_after_an_interruption_is_interrupted_too(site: Site) -> None:
@@ -101,32 +100,32 @@ def test_a_link_that_is_opened_after_an_interruption_is_interrupted_too(site: Si
 
 def test_what_was_submitted_from_another_arena_is_not_taken_from_this_one(site: Site) -> None:
     """A submission that was under way when the files were replaced fails, and its numbers stay the rank's to fill."""
-    room = site.stage()
+    put = site.stage()
     lost: list[object] = []
     sent, site.link._send = site.link._send, lost.append  # type: ignore[method-assign]
-    assert room.submit(b"", 3 * CHUNK_BYTES)
-    message = site.link.unsealed_puts[1, STEP].message
+    assert put.submit(b"", 3 * CHUNK_BYTES)
+    message = site.link.leases.unsealed[1, STEP].message
     wait_for(lambda: lost, "the message that gets lost")
     site.link._send = sent  # type: ignore[method-assign]
     replace_arena(site)
     site.link.notify(message)  # as one that was queued before the link broke
     wait_for(lambda: site.levels.count((STEP, "failed")) == 2, "the word on what is resent and on what was queued")
-    assert not site.link.unsealed_puts
+    assert not site.link.leases.unsealed
     wait_for(site.is_whole, "the whole share")
 
 
 @contextlib.contextmanager
 def another_file(site: Site) -> Iterator[None]:
     """The rank has a copy of the arena mapped, as after a mistake that no identity tells."""
-    right = site.link.mapping.open()
+    right = site.link.leases.mapping.open()
     copy = site.holder.folder / "copy"
     shutil.copyfile(site.holder.folder / "arena", copy)
     files = [os.open(path, os.O_RDWR) for path in (copy, site.holder.folder / "slots")]
-    site.link.mapping._mapping = ArenaMapping(site.holder.folder, *files)
+    site.link.leases.mapping._mapping = ArenaMapping(site.holder.folder, *files)
     yield
-    site.link.mapping._mapping.close()
+    site.link.leases.mapping._mapping.close()
     os.close(files[0])
-    site.link.mapping._mapping = right
+    site.link.leases.mapping._mapping = right
 
 
 def test_what_a_rank_filled_elsewhere_is_not_sealed(site: Site, caplog: pytest.LogCaptureFixture) -> None:
@@ -144,17 +143,16 @@ def test_what_a_rank_filled_elsewhere_is_not_sealed(site: Site, caplog: pytest.L
 @pytest.mark.parametrize("digests", [b"", b"x", bytes(25)])
 def test_a_submitted_put_that_shows_nothing_of_its_bytes_is_refused(site: Site, digests: bytes) -> None:
     """A process that submits says what it sees in the slots, or the put fails by name and its slots are free again."""
-    room = site.stage()
+    put = site.stage()
     site.link.notify(
         PutReady(
-            attempt=1, step=STEP, slots=tuple(room.slots), arena=room.mapping.arena,
-            sample=SlotSample(seed=1, digests=digests), layout=b"", nbytes=3 * CHUNK_BYTES, world_size=1,
-            shared_chunks=None, began_s=0.0, stall_s=0.0,
+            terms=PutTerms(attempt=1, step=STEP, world_size=1), slots=tuple(put.slots), arena=put.mapping.arena,
+            sample=SlotSample(seed=1, digests=digests), layout=b"", nbytes=3 * CHUNK_BYTES, stall_s=0.0,
         )
     )  # fmt: skip
     send_level(site, "failed")
     assert site.holder.replicas.pin(SHARD) is None
-    room.abandon()
+    put.abandon()
     wait_for(site.is_whole, "the whole share")
 
 
@@ -173,27 +171,27 @@ def test_a_closed_link_answers_every_question_at_once(site: Site, ask: Callable[
 def test_a_rank_is_leased_no_more_than_its_share(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is submitted and being digested still counts for the rank (R10)."""
     site.holder.replicas.claim("job", PeerShare(1, {0: SHARE_SLOTS}, SHARE_SLOTS))
-    room, may_go = site.stage(), threading.Event()
+    put, may_go = site.stage(), threading.Event()
     real = replica_store.chunk_digest
     monkeypatch.setattr(replica_store, "chunk_digest", lambda view: may_go.wait(WAIT_S) and real(view))
-    assert room.submit(b"", 3 * CHUNK_BYTES)
+    assert put.submit(b"", 3 * CHUNK_BYTES)
     wait_for(lambda: site.holder.replicas.table.submitted, "the submission")
     site.holder.ranks.reap()
     with site.holder.replicas.lock:
         leased = sum(len(slots) for slots in site.holder.replicas.table.leases.values())
     may_go.set()
     assert leased == 3
-    assert len(site.link.pool) == 3
+    assert len(site.link.leases.free) == 3
 
 
 def test_slots_given_back_meanwhile_are_left_to_the_put_that_has_them(site: Site) -> None:
-    """A save in the background keeps or adds slots after its room was needed: the next put's are not touched (R8)."""
-    room = site.stage(4)
-    room.abandon()
+    """A save in the background keeps or adds slots after its slots were needed: the next put's are not touched (R8)."""
+    put = site.stage(4)
+    put.abandon()
     other = site.stage(4)
-    assert set(other.slots) & set(room.slots)
-    room.keep([0])
-    assert not room.extend(1, 0.0)
-    assert site.link.in_copy == set(other.slots)
-    assert len(site.link.pool) == SHARE_SLOTS - 4
+    assert set(other.slots) & set(put.slots)
+    put.keep([0])
+    assert not put.extend(1, 0.0)
+    assert site.link.leases.in_copy == set(other.slots)
+    assert len(site.link.leases.free) == SHARE_SLOTS - 4
     assert other.submit(b"", 4 * CHUNK_BYTES)

@@ -10,8 +10,6 @@ import pytest
 from link_site import Stop
 from rank_site import CHUNK_BYTES, SHARD, SHARE_SLOTS, STEP, WAIT_S, Site, send_level
 
-from memstore.client.pending_put import PendingPut
-from memstore.client.ticket import Ticket
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import ranks
 from memstore.core.holder.holder_io import HolderIo
@@ -108,7 +106,7 @@ def test_a_process_that_ended_its_own_waits_has_left_and_is_not_dead(leaver: Lea
 
 def test_a_bye_waits_for_the_puts_that_came_before_it(leaver: Leaver) -> None:
     """One is being digested and one is queued: both are sealed, and the process is gone only then."""
-    later = PendingPut(leaver.site.link, Ticket(NEXT.step), world_size=1)
+    later = leaver.site.begin_put(NEXT.step)
     assert later.extend(3, WAIT_S)
     leaver.begin_put()
     assert later.submit(b"", 3 * CHUNK_BYTES)
@@ -169,7 +167,7 @@ def test_a_process_that_comes_back_during_its_bye_is_not_gone(leaver: Leaver) ->
         leaver.digesting.go.set()
         assert leaver.is_done.wait(WAIT_S)
         assert (leaver.gone(), leaver.is_stored()) == ([], True)
-        wait_for(lambda: len(again.pool) == SHARE_SLOTS - 3, "its share")
+        wait_for(lambda: len(again.leases.free) == SHARE_SLOTS - 3, "its share")
         assert leaver.leased() == SHARE_SLOTS - 3
         assert "n" in leaver.site.holder.state.ranks.links
     finally:
@@ -184,7 +182,7 @@ def test_the_next_stores_hello_frees_what_a_lost_bye_has_not(leaver: Leaver, mon
     assert leaver.leased() == SHARE_SLOTS
     again = HolderLink(leaver.site.holder.folder, nonce="n", job="job", rank=0, attempt=1)
     try:
-        wait_for(lambda: len(again.pool) == SHARE_SLOTS, "its share")
+        wait_for(lambda: len(again.leases.free) == SHARE_SLOTS, "its share")
         assert leaver.leased() == SHARE_SLOTS
     finally:
         again.close()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from link_site import WAIT_S, Site, together
 
-import memstore.client.puts
+import memstore.client.put
 import memstore.core.arena.replica_store
 from memstore.client.ticket import Ticket
 from memstore.core.format.manifest import chunk_digest
@@ -64,7 +64,7 @@ def commit(site: Site, step: int) -> list[torch.Tensor]:
 def give_up_and_go_on(site: Site, monkeypatch: pytest.MonkeyPatch, copy: Callable[..., Any]) -> None:
     """Put a step with a copy that goes wrong, which is given up, and one without, which is committed."""
     with monkeypatch.context() as patch:
-        patch.setattr(memstore.client.puts, "copy_into", copy)
+        patch.setattr(memstore.client.put, "copy_into", copy)
         for ticket, _ in put(site, 2):
             with pytest.raises(CommitError, match="no copy has all chunks of some rank's shard"):
                 ticket.wait("committed", WAIT_S)
@@ -96,7 +96,7 @@ def test_a_false_digest_gives_the_step_up_and_the_next_one_commits(site: Site, m
     """No copy of it is ever good, which the hosts find when they send it: no second copy is counted."""
     site.connect()
     commit(site, 1)
-    real = memstore.client.puts.copy_into
+    real = memstore.client.put.copy_into
 
     def spoilt(*args: Any) -> list[bytes]:
         digests = real(*args)
@@ -110,7 +110,7 @@ def test_bytes_that_change_between_copy_and_seal_are_found(site: Site, monkeypat
     """The holder's own digest came after the change, and would have sealed it as good."""
     site.connect()
     commit(site, 1)
-    real = memstore.client.puts.copy_into
+    real = memstore.client.put.copy_into
 
     def changed(plan: Any, views: list[memoryview], *rest: Any) -> Any:
         digests = real(plan, views, *rest)

@@ -35,7 +35,7 @@ from memstore.shell.codec.interpreter import copying
 from memstore.shell.peer.client import Peer
 from memstore.shell.rank.admin_link import Tool
 from memstore.shell.rank.holder_link import HolderLink
-from memstore.shell.rank.lease_pool import Tenant
+from memstore.shell.rank.leases import Tenant
 from memstore.testing.clusters.processes import wait_for
 
 
@@ -105,7 +105,7 @@ def test_a_grant_that_was_in_flight_when_the_link_broke_is_no_second_lease(
         put.result(WAIT_S)
     for step in range(2, 8):
         store.put(step, state(step), timeout_s=WAIT_S).wait("committed", WAIT_S)
-        assert len(store._link.pool) == len(set(store._link.pool))
+        assert len(store._link.leases.free) == len(set(store._link.leases.free))
         with site.replicas.lock:
             for number, slot in enumerate(site.replicas.table.slots):
                 if slot.state is SlotState.SEALED:
@@ -183,7 +183,7 @@ def test_an_abandon_under_a_seal_fails_that_put_only(
     monkeypatch.setattr("memstore.core.arena.replica_store.Manifest", stop)
     ticket = store.put(2, state(2))
     assert stop.at.wait(WAIT_S)
-    store.puts.skip(Ticket(3), "no room")
+    store.puts.steps.skip(Ticket(3), "no room")
     store._link.call(SkipStep(job="job", attempt=1, rank=0, step=2, why="no room", is_failed=False), WAIT_S)
     wait_for(lambda: not site.replicas.index.incoming, "the abandon")
     stop.go.set()
@@ -251,8 +251,8 @@ def test_an_old_stores_bye_leaves_the_new_stores_slots_alone(
         link = links[nonce]
         link.attempt = 1
         holder.io.connections.grant(link)  # type: ignore[arg-type]
-        taken = again.acquire(Tenant(), 1, WAIT_S)
-        assert taken is not None
+        taken = Tenant()
+        assert again.leases.take(taken, 1, WAIT_S)
         stop.go.set()
         wait_for(lambda: owner == link.owner or not site.replicas.table.leases.get(owner), "the old store's `bye`")
         wait_for(lambda: not ranks_busy(site), "the old link's end")

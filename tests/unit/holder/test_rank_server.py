@@ -47,7 +47,7 @@ from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_unix
 from memstore.shell.rank.admin_link import store_root
 from memstore.shell.rank.holder_link import HolderLink
-from memstore.shell.rank.lease_pool import Tenant
+from memstore.shell.rank.leases import Tenant
 from memstore.testing.clusters.processes import wait_for
 from memstore.testing.clusters.store_name import scratch_store_name
 from memstore.testing.faults.processes import process_of, wait_frozen
@@ -67,7 +67,7 @@ from memstore.shell.arena.manifests import ManifestFolder
 from memstore.core.wire.calls import AskSteps, RankCall, ReadStep
 from memstore.shell.rank.holder_link import HolderLink
 link = HolderLink(Path(sys.argv[1]), nonce="n", job="job", rank=0)
-link.wait_free(2, 15.0)
+link.leases.wait_free(2, 15.0)
 link.call_soon(AskSteps(job="job"))
 link.outbox.put(lambda: print("ready", flush=True))
 signal.pause()
@@ -392,8 +392,8 @@ def test_a_rank_that_connects_again_keeps_its_leases(site: Site) -> None:
     site.holder.replicas.claim("job", PeerShare(1, {0: 3}, 0))
     link = HolderLink(site.holder.folder, nonce="n", job="job", rank=0)
     try:
-        taken = link.acquire(Tenant(), 3, WAIT_S)
-        assert taken is not None
+        taken = Tenant()
+        assert link.leases.take(taken, 3, WAIT_S)
         links = site.holder.state.ranks.links
         for moment in range(2):
             served = links["n"]
@@ -402,7 +402,7 @@ def test_a_rank_that_connects_again_keeps_its_leases(site: Site) -> None:
             wait_for(lambda old=served: links.get("n", old) is not old, "a new link")  # type: ignore[misc]
             site.holder.ranks.reap()
             assert (site.leased(), site.gone) == (3, []), moment
-        assert sorted(link.in_copy) == taken.slots
+        assert sorted(link.leases.in_copy) == taken.slots
     finally:
         link.close()
     wait_for(lambda: site.leased() == 0, "the `bye`")
@@ -433,12 +433,12 @@ def test_a_process_of_a_removed_job_waits_for_no_room(site: Site) -> None:
         with site.holder.context.changed:
             link.attempt = site.holder.state.ranks.links["n"].attempt = 2
         site.holder.obey(DropJob(job="job", attempt=2, shards=()))
-        assert link.acquire(Tenant(), 1, WAIT_S) is None
+        assert not link.leases.take(Tenant(), 1, WAIT_S)
         with pytest.raises(FencedError, match=r"belongs to attempt 2 .* the job was removed; connect again"):
             raise link.fenced_error()
-        link.fenced_by, link.is_removed = 0, False
+        link.fenced = ""
         site.holder.state.ranks.links["n"].channel.abort()
-        wait_for(lambda: link.is_removed and link.fenced_by == 3, "the word on a new link")
+        wait_for(lambda: "the job was removed" in link.fenced, "the word on a new link")
     finally:
         link.close()
 
@@ -453,20 +453,20 @@ def test_a_rank_maps_an_arena_whose_limit_was_raised_again(site: Site) -> None:
     site.begin(4).replicas.claim("job", PeerShare(1, {0: 2}, 0))
     link = HolderLink(site.holder.folder, nonce="n", job="job", rank=0)
     try:
-        taken = link.acquire(Tenant(), 2, WAIT_S)
-        assert taken is not None
+        taken = Tenant()
+        assert link.leases.take(taken, 2, WAIT_S)
         held = taken.slots
-        mapping, before, channel = link.mapping.open(), link.mapping.view(held[0]), link.channel
+        mapping, before, channel = link.leases.mapping.open(), link.leases.mapping.view(held[0]), link.channel
         site.holder.close()
         replicas = site.begin(64).replicas
         wait_for(lambda: link.channel is not channel, "the next holder")
         replicas.claim("job", PeerShare(1, {0: 8}, 8))
         site.holder.io.run(ranks.grant_job, site.holder.state, "job")
-        more = link.acquire(Tenant(), 6, WAIT_S)
-        assert more is not None
+        more = Tenant()
+        assert link.leases.take(more, 6, WAIT_S)
         assert max(more.slots) >= 4
         for slot in more.slots:
-            link.mapping.view(slot)[:5] = b"fresh"
+            link.leases.mapping.view(slot)[:5] = b"fresh"
             assert replicas.arena.view(slot, 5) == b"fresh"
         before[:5] = b"still"
         assert replicas.arena.view(held[0], 5) == b"still"
@@ -483,14 +483,14 @@ def test_a_reader_views_slots_beyond_its_mapping(site: Site) -> None:
     site.begin(4).replicas.ensure_free(4)
     link = HolderLink(site.holder.folder, nonce="n")
     try:
-        with link.mapping.view(3) as before:
+        with link.leases.mapping.view(3) as before:
             site.holder.close()
             site.begin(64).replicas.ensure_free(16)
             site.holder.replicas.arena.view(12)[:4] = b"far!"
-            assert link.mapping.view(12, 4) == b"far!"
+            assert link.leases.mapping.view(12, 4) == b"far!"
             site.holder.replicas.arena.view(3)[:4] = b"near"
             assert before[:4] == b"near"
         with pytest.raises(IndexError):
-            link.mapping.view(40)
+            link.leases.mapping.view(40)
     finally:
         link.close()

@@ -416,7 +416,7 @@ def test_slots_are_read_in_the_arena_that_is_there_when_they_are_named(
     monkeypatch.setattr(b.calls, "_relay", lambda *call: None)
     with ShardRead(reader.link, ReadStep(job="train", step=None, rank=3), WAIT_S) as read:
         [number] = reader.link.calls
-        reader.link.take_arena(RankMapping(a.folder, a.replicas.arena_identity), [])
+        reader.link.leases.take_arena(RankMapping(a.folder, a.replicas.arena_identity), [])
         placed = ShardPlaced(
             step=2, attempt=1, verdict="peer", why="", report=None, manifest=a.replicas.manifest(stored),
             slots=(old, new, *[None] * 6), elsewhere=(), pin=1,

@@ -180,9 +180,10 @@ async def _pushed(io: HolderIo, state: HolderState, put: SubmittedPut, shard: Sh
 
 def shared_count(ready: PutReady) -> int | None:
     """Return how many of a put's first chunks its rank shares; None if it names no shard. MemstoreError."""
-    if ready.shared_chunks is not None and ready.shared_chunks > len(ready.slots):
-        raise MemstoreError(f"a put of {len(ready.slots)} chunks shares {ready.shared_chunks} of them")
-    return ready.shared_chunks
+    shared = ready.terms.shared_chunks
+    if shared is not None and shared > len(ready.slots):
+        raise MemstoreError(f"a put of {len(ready.slots)} chunks shares {shared} of them")
+    return shared
 
 
 def given_digests(ready: PutReady) -> list[bytes] | None:
@@ -202,8 +203,8 @@ def _measured(ready: PutReady, now: float, before: int | None) -> PutTimes:
 
     The rank's monotonic clock is this host's, so its age needs no agreement between machines.
     """
-    is_known = 0.0 < ready.began_s <= now
-    age_s = now - ready.began_s if is_known else ready.stall_s
+    is_known = 0.0 < ready.terms.began_s <= now
+    age_s = now - ready.terms.began_s if is_known else ready.stall_s
     return PutTimes(stall_s=ready.stall_s, age_s=age_s, unchanged_since=before)
 
 

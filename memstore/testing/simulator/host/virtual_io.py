@@ -389,7 +389,7 @@ class VirtualIo:
         if given is not None:
             await _wait(DIGEST_S)
         stored = self.replicas.seal_local(
-            shard, world_size=ready.world_size, layout=ready.layout, nbytes=ready.nbytes, slots=ready.slots,
+            shard, world_size=ready.terms.world_size, layout=ready.layout, nbytes=ready.nbytes, slots=ready.slots,
             attempt=shard.attempt, given=given, follower=Digested(streaming),
         )  # fmt: skip
         self.holder.checker.puts.sealed_here(self.holder, shard, stored.digests)

@@ -17,7 +17,7 @@ from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import Manifest, chunk_digest
 from memstore.core.wire.calls import RankCall, SkipStep
 from memstore.core.wire.orders import StepLevel
-from memstore.core.wire.rank_messages import AttemptFenced, HolderEvent, PutReady, SlotSample, SlotsLeased
+from memstore.core.wire.rank_messages import AttemptFenced, HolderEvent, PutReady, PutTerms, SlotSample, SlotsLeased
 from memstore.core.wire.replies import Joined, Noted, NothingStored, Skipped, StepAgreed
 from memstore.testing.controller.holder import LEVELS
 from memstore.testing.requests import request_of
@@ -332,10 +332,11 @@ class SimRank:
             self.pool.extend(slots)
             return
         ready = PutReady(
-            attempt=self.attempt, step=step, slots=tuple(slots), arena="",
+            terms=PutTerms(
+                attempt=self.attempt, step=step, world_size=self.world_size, shared_chunks=self.shared_chunks()
+            ), slots=tuple(slots), arena="",
             sample=SlotSample(seed=0, digests=b"".join(bytes(self.mapping[slot]) for slot in slots)),
-            layout=self.layout, nbytes=len(slots) * memory.chunk_bytes, world_size=self.world_size,
-            shared_chunks=self.shared_chunks(), began_s=0.0, stall_s=0.0, digests=digests,
+            layout=self.layout, nbytes=len(slots) * memory.chunk_bytes, stall_s=0.0, digests=digests,
         )  # fmt: skip
         self.unsealed_puts[self.attempt, step] = ready
         self.checker.puts.submitted(ShardId(self.job, self.attempt, step, self.rank), content)

@@ -170,7 +170,7 @@ class MemoryArena(Arena):
             raise AssertionError(f"slot {slot} of {self.memory.host_id} is used without memory behind it: a SIGBUS")
         return memoryview(self.memory.slots[slot])[: self.chunk_bytes if nbytes is None else nbytes]
 
-    def grow(self, slots_count: int, should_stop: Any = None, on_step: Any = None) -> int:
+    def grow(self, slots_count: int, should_stop: Any = None) -> int:
         """Claim slots; CapacityError if the file system is full."""
         memory = self.memory
         if memory.is_full or slots_count > self.limit_slots:
@@ -181,7 +181,7 @@ class MemoryArena(Arena):
             memory.headers += [SlotHeader() for _ in range(count)]
         return len(memory.slots)
 
-    def fill(self, slots: Sequence[int], on_step: Any = None) -> None:
+    def fill(self, slots: Sequence[int]) -> None:
         """Claim the pages of unbacked slots again; CapacityError if the file system is full."""
         if self.memory.is_full:
             raise CapacityError(f"the simulated file system has no room for {len(slots)} slots")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -16,23 +17,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memstore.client.connect import connect
-from memstore.client.put_interval import PutSchedule
-from memstore.client.puts import Puts
+from memstore.client.steps import Steps
 from memstore.client.store import Store
 from memstore.client.ticket import Ticket
+from memstore.core.cluster.failures import mean_time_between_failures_s
+from memstore.core.schedule.durable_interval import optimal_interval_s
 from memstore.core.schedule.put_interval import (
     Measured,
     PutCosts,
     Schedule,
     decide_steps,
     lead_end,
-    mean_time_between_failures_s,
-    optimal_interval_s,
 )
 from memstore.core.wire.orders import Level, StepLevel
 from memstore.core.wire.replies import Joined
 from memstore.errors import ConfigError
 from memstore.intervals import STEPS_MAX, Every, parse_put_every
+from memstore.shell.rank.holder_link import HolderLink
 from memstore.testing.clusters.processes import ProcessCluster
 from memstore.testing.controller.holder import LEVELS
 from memstore.testing.controller.world import ControllerWorld
@@ -227,38 +228,20 @@ def test_a_fixed_distance_counts_from_the_step_that_was_restored() -> None:
     assert [step for step in range(16, 25) if schedule.due(step)] == [19, 23]
 
 
-class Tickets:
-    """In the place of the puts of a store: its tickets."""
-
-    job, rank = "job", 0
-
-    def __init__(self) -> None:
-        self.tickets: dict[int, Ticket] = {}
-
-    def newest_first(self) -> list[Ticket]:
-        return [ticket for _, ticket in sorted(self.tickets.items(), reverse=True)]
-
-    def wait_committed(self, step: int, limit_s: float) -> None:
-        self.tickets[step].wait("committed", limit_s)
-
-
 def test_a_wait_in_vain_is_logged_once_until_a_commit_comes(caplog: pytest.LogCaptureFixture) -> None:
     """Puts that lack their commits hold one step up by the budget, and no step after it."""
-    puts = Tickets()
-    schedule = PutSchedule(cast(Puts, puts), 0.01)
-    schedule.begin_attempt(
+    steps = Steps(cast(HolderLink, SimpleNamespace(job="job", rank=0)))
+    steps.begin_attempt(
         Joined(
             attempt=1, world_size=2, rank=0, restored_step=None, resume_step=0, put_every="10min", shared_shard=None
         )
     )  # fmt: skip
 
-    def train(steps: range) -> list[int]:
-        due = [step for step in steps if schedule.due(step) and puts.tickets.setdefault(step, Ticket(step))]
-        return due
+    def train(numbers: range) -> list[int]:
+        return [step for step in numbers if steps.due(step, 0.01) and steps.add(Ticket(step))]
 
     def raise_level(step: int, level: Level) -> None:
-        schedule.learn(StepLevel(job="train", attempt=1, step=step, level=level, put_from=12, put_steps=3))
-        puts.tickets[step].raise_level(level)
+        steps.on_level(StepLevel(job="train", attempt=1, step=step, level=level, put_from=12, put_steps=3))
 
     assert train(range(8)) == [*range(8)]
     assert caplog.text.count("should_put(4) waited") == 1 == caplog.text.count("waited")

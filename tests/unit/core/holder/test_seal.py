@@ -21,7 +21,7 @@ from memstore.core.holder.state import SubmittedPut
 from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.orders import PushTargets, StepLevel
-from memstore.core.wire.rank_messages import PutReady, SlotSample
+from memstore.core.wire.rank_messages import PutReady, PutTerms, SlotSample
 from memstore.core.wire.reports import Fenced, Sealed
 from memstore.errors import CapacityError, IntegrityError, MemstoreError
 from recovery.inventory import Copy, ShardId, ShardSpec
@@ -106,10 +106,12 @@ class Host(ScriptedIo):
     def add(self, link: Link | None = None, **changes: Any) -> SubmittedPut | None:
         """Hand both slots over."""
         ready = PutReady(
-            attempt=1, step=2, slots=(4, 5), nbytes=16, world_size=1, layout=b"", arena="here",
-            sample=SlotSample(seed=0, digests=b""), shared_chunks=None, began_s=0.0, stall_s=0.0,
+            terms=PutTerms(attempt=1, step=2, world_size=1), slots=(4, 5), nbytes=16, layout=b"", arena="here",
+            sample=SlotSample(seed=0, digests=b""), stall_s=0.0,
         )  # fmt: skip
-        return seal.add(self.state, link or Link(), msgspec.structs.replace(ready, **changes))
+        terms = {name: changes.pop(name) for name in PutTerms.__struct_fields__ if name in changes}
+        ready = msgspec.structs.replace(ready, terms=msgspec.structs.replace(ready.terms, **terms), **changes)
+        return seal.add(self.state, link or Link(), ready)
 
     def seal(self, put: SubmittedPut | None = None, **changes: Any) -> None:
         """Seal a submission; nothing of it is pending afterwards."""
