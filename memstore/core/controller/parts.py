@@ -31,7 +31,6 @@ from memstore.core.journal.waiters import Waiters
 from memstore.core.repair.repair import Repair
 from memstore.core.report.dry_run import DryRuns
 from memstore.core.report.recorder import EventRecorder
-from memstore.core.report.roll_call import RollCalls
 from memstore.core.report.status import StatusReport
 from memstore.core.restore.followers import Followers
 from memstore.core.restore.rounds import Rounds
@@ -88,9 +87,8 @@ class Parts:
         self.retirement = Retirement(state, out, self.journal, self.waiters, self.rounds)
         # report
         self.recorder = EventRecorder(state, out, self.repair.pushes, self.departures, term)
-        self.roll_calls = RollCalls(state, self.room, self.attempts)
         self.status = StatusReport(
             state, term, self.view, self.drains, self.room, self.repair.pushes, self.durable_states,
             self.departures, self.attempts, self.recorder.watch,
         )  # fmt: skip
-        self.dry_runs = DryRuns(state, out, self.durable_states, self.durable_looks, self.status)
+        self.dry_runs = DryRuns(state, out, self.durable_states, self.durable_looks)

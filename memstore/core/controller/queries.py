@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from memstore.core.attempts.launches import come_text, launch
 from memstore.core.cluster.facts import StepRetired
-from memstore.core.cluster.job import Call, Job
+from memstore.core.cluster.job import Attempt, Call, Job
+from memstore.core.cluster.text import named_hosts
 from memstore.core.controller.parts import Parts
 from memstore.core.report.timeline import steps_of
+from memstore.core.restore.awaited import awaited_by_get, named_ranks
 from memstore.core.restore.single_read import first_number, job_of
 from memstore.core.wire import calls
 from memstore.core.wire.calls import VerifyStore
@@ -84,12 +87,40 @@ class Queries:
         self.out.answer(call, self.parts.status.answer())
 
     def _roll_call(self, call: Call[calls.RollCall]) -> None:
-        """Answer which ranks have made the call that the caller waits in, and which are awaited."""
+        """Answer which ranks have made the call that the caller waits in, and which are awaited (R20, R23)."""
         key = (call.request.job, call.request.of)
-        found = self.roll_calls.get(key) or self.parts.roll_calls.of(*key)
+        found = self.roll_calls.get(key) or self._come(*key)
         if found is not None:
             self.roll_calls[key] = found
         self.out.answer(call, found or Noted())
+
+    def _come(self, name: str, verb: str) -> RollCalled | None:
+        """Return how far a call is that ranks of a job wait for; None if none of them does."""
+        job = self.state.jobs.get(name)
+        attempt = job.newest if job is not None else None
+        found = None
+        if job is not None and attempt is not None and verb in ("get", "shard_loaded"):
+            found = awaited_by_get(self.state, job, attempt)
+        elif job is not None and attempt is not None and verb == "reserve":
+            found = self._awaited_by_reserve(job, attempt)
+        if found is not None and attempt is not None:
+            missing, awaited = found
+            world_size, awaited = attempt.world_size, named_ranks(attempt, missing) if missing else awaited
+        elif (row := launch(self.state, self.parts.attempts, name)) is not None:
+            missing, awaited, world_size = row.missing, row.awaited, row.world_size
+        else:
+            return None
+        come = come_text(world_size - len(missing), world_size, missing)
+        return RollCalled(come=come, awaited=awaited, is_complete=not missing)
+
+    def _awaited_by_reserve(self, job: Job, attempt: Attempt) -> tuple[list[int], str] | None:
+        room = self.parts.room
+        active = room.active.get(job.name)
+        if active is None or active.attempt != attempt.attempt_number:
+            return None
+        missing = [] if active.is_ordered else room.silent_ranks(job, attempt)
+        hosts = f"{named_hosts(active.waits)} to have the room" if active.waits else "hosts to write it down"
+        return missing, hosts
 
     def _steps(self, call: Call[calls.AskSteps]) -> None:
         job = job_of(self.state, self.out, call)

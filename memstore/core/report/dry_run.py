@@ -7,13 +7,12 @@ from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.looks import DurableLooks
 from memstore.core.durable.states import DurableStates
-from memstore.core.report.gone_steps import gone_steps
-from memstore.core.report.status import StatusReport
-from memstore.core.report.timeline import gone_rows
+from memstore.core.report.survival import survival_odds
+from memstore.core.report.timeline import gone_rows, gone_steps
 from memstore.core.restore.single_read import job_of, newest_attempt
 from memstore.core.wire.calls import AskPlan
 from memstore.core.wire.replies import Plan
-from memstore.core.wire.status_rows import BytesByTier, RejectedStep, TransferRow
+from memstore.core.wire.status_rows import BytesByTier, OddsRow, RejectedStep, TransferRow
 from recovery.planner import RecoveryPlan
 from recovery.simulate import relaunch, what_if
 
@@ -21,10 +20,8 @@ from recovery.simulate import relaunch, what_if
 class DryRuns:
     """Answers `memstore plan`."""
 
-    def __init__(
-        self, state: ClusterState, out: Effects, states: DurableStates, looks: DurableLooks, status: StatusReport
-    ) -> None:
-        self.state, self.out, self.states, self.looks, self.status = state, out, states, looks, status
+    def __init__(self, state: ClusterState, out: Effects, states: DurableStates, looks: DurableLooks) -> None:
+        self.state, self.out, self.states, self.looks = state, out, states, looks
 
     def ask(self, call: Call[AskPlan]) -> None:
         """Say what a get would recover now, from where, if the named hosts, or none, were lost before it."""
@@ -64,7 +61,7 @@ class DryRuns:
                 rejected=[RejectedStep(r.step.attempt, r.step.step, r.reason) for r in result.rejected[:20]],
                 gone=gone_rows(job, result.gone),
                 unlisted=self.looks.unlisted(job),
-                odds=self.status.odds_table(job, attempt.replicas),
+                odds=self._odds(job, attempt.replicas),
             ),
         )  # fmt: skip
 
@@ -98,6 +95,19 @@ class DryRuns:
             world_size=world_size,
             rank_hosts={rank: members.get(rank, hosts[rank % len(hosts)]) for rank in range(world_size)},
         )  # fmt: skip
+
+    def _odds(self, job: Job, replicas: int) -> list[OddsRow]:
+        """Return rows of the newest committed step: hosts lost at once, chance that no shard is lost, is it exact."""
+        step, hosts = job.newest_committed, self.state.hosts.live_ids()
+        if step is None:
+            return []
+        ranks = job.copies.get(step, {})
+        shards = [
+            [h for h, c in ranks.get(rank, {}).items() if h in hosts and not c.missing]
+            for rank in range(job.commits[step].world_size)
+        ]
+        found = [(lost, survival_odds(shards, hosts, lost)) for lost in range(1, replicas + 2)]
+        return [OddsRow(lost, odds.chance, odds.is_exact) for lost, odds in found if odds is not None]
 
 
 def _said(host: str, there: set[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +17,17 @@ from memstore.core.durable.states import DurableStates
 from memstore.core.repair.pushes import Pushes
 from memstore.core.report.problems import problems
 from memstore.core.report.redundancy import RedundancyMonitor
-from memstore.core.report.short_ranks import RepairView, short_rows
-from memstore.core.report.survival import held_for, survival, survival_odds
+from memstore.core.report.survival import held_for, survival
 from memstore.core.report.timeline import fewest_copies, steps_of
 from memstore.core.report.training import training_status
 from memstore.core.targets.drain import Drains
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.replies import Status
-from memstore.core.wire.status_rows import AttemptStatus, HostRow, JobRow, OddsRow, SurvivalRow
+from memstore.core.wire.status_rows import AttemptStatus, HostRow, JobRow, ShortRow, SurvivalRow
 from placement.topology import is_finer
-from recovery.inventory import StepId
+from recovery.inventory import ShardId, StepId
+
+RANKS_NAMED_MAX = 64  # looked at for one status; how many there are is counted beside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +122,7 @@ class StatusReport:
             [c for c in ranks.get(rank, {}).values() if c.spec.digest == commit.digests[rank]]
             for rank in range(commit.world_size)
         ]
-        topology = self.state.hosts.topology(self.state.hosts.live_ids())
-        return [
-            SurvivalRow(level=row.level, tolerated=row.tolerated_count, fatal=list(row.fatal))
-            for row in survival(shards, topology)
-        ]
+        return survival(shards, self.state.hosts.topology(self.state.hosts.live_ids()))
 
     def _job(self, job: Job) -> JobRow:
         known = steps_of(self.state, self.states, job)
@@ -163,7 +161,7 @@ class StatusReport:
             copies=looked.copies if looked is not None else 0,
             missing_copies=sum(short.values()),
             short_shards=len(short),
-            short=short_rows(RepairView(self.state, self.view, self.room, self.pushes), job, short),
+            short=self.short_rows(job, short),
             short_s=self.watch.short_for_s(job.name),
             replicas=attempt.replicas,
             keep_steps=int(attempt.config["keep_steps"]),
@@ -209,15 +207,74 @@ class StatusReport:
         found = {host: why for (_, host), why in job.refusals.items()}
         return sorted(f"{host}: {why}" for host, why in {**found, **unroomed}.items())
 
-    def odds_table(self, job: Job, replicas: int) -> list[OddsRow]:
-        """Return rows of the newest committed step: hosts lost at once, chance that no shard is lost, is it exact."""
-        step, hosts = job.newest_committed, self.state.hosts.live_ids()
-        if step is None:
+    # -- copies that are missing (R18, R29) --------------------------------------------------------
+
+    def short_rows(self, job: Job, short: Mapping[int, int]) -> list[ShortRow]:
+        """Return which ranks lack copies and why; ranks in the same state share a row.
+
+        Args:
+            job: Has a newest committed step.
+            short: The ranks that lack copies of it; the first RANKS_NAMED_MAX are named.
+
+        Returns:
+            `hosts` have a whole copy, `targets` are to get one; `why_not` says what repair waits for, or what keeps it
+            from a host.
+        """
+        step, attempt = job.newest_committed, job.newest
+        if step is None or attempt is None:
             return []
-        ranks = job.copies.get(step, {})
-        shards = [
-            [h for h, c in ranks.get(rank, {}).items() if h in hosts and not c.missing]
-            for rank in range(job.commits[step].world_size)
+        waits = self._short_waits(job, attempt, step) if short else ""
+        found: dict[tuple[tuple[str, ...], tuple[str, ...], str], list[int]] = {}
+        for rank in sorted(short)[:RANKS_NAMED_MAX]:
+            shard = ShardId(job.name, step.attempt, step.step, rank)
+            found.setdefault(self._short_state(job, attempt, shard, waits), []).append(rank)
+        return [
+            ShortRow(
+                attempt=step.attempt,
+                step=step.step,
+                ranks=ranks,
+                hosts=list(hosts),
+                targets=list(targets),
+                why_not=why_not,
+            )
+            for (hosts, targets, why_not), ranks in found.items()
         ]
-        found = [(lost, survival_odds(shards, hosts, lost)) for lost in range(1, replicas + 2)]
-        return [OddsRow(lost, odds.chance, odds.is_exact) for lost, odds in found if odds is not None]
+
+    def _short_waits(self, job: Job, attempt: Attempt, step: StepId) -> str:
+        """Return why repair of the whole step has not begun, or ""."""
+        if step in job.retired:
+            return "the step is retired"
+        active, state = self.state.rounds.get(job.name), self.state
+        if (active is not None and active.is_due) or attempt.is_fetching(state.now):
+            return "after the restore that is under way"
+        late_s = state.rules.dead_after_s
+        late = state.hosts.dead_since(state.now - late_s) & {member.host_id for member in attempt.members.values()}
+        return f"{', '.join(sorted(late)[:3])} died within {late_s:g} s and may be back with its copies" if late else ""
+
+    def _short_state(
+        self, job: Job, attempt: Attempt, shard: ShardId, waits: str
+    ) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+        """Return the hosts with a whole copy of a shard, those that are to get one, and what keeps them from it."""
+        copies = job.copies.get(StepId(shard.attempt, shard.step), {}).get(shard.rank, {})
+        hosts = tuple(sorted(host for host, copy in copies.items() if not copy.missing))
+        if not copies:
+            return hosts, (), "no copy is left in RAM to rebuild it from"
+        lacking = [host for host in dict.fromkeys(self.view.wanted(job, attempt, shard.rank)) if host not in hosts]
+        if not lacking:
+            return hosts, (), "; ".join(["no other host may hold it", *([waits] if waits else [])])
+        reasons = {host: self._why_not_copied(job, shard, host) for host in lacking}
+        targets = tuple(host for host in lacking if not reasons[host])
+        kept_from = [f"{host}: {why}" for host, why in reasons.items() if why]
+        return hosts, targets, "; ".join([*kept_from, *([waits] if waits else [])])
+
+    def _why_not_copied(self, job: Job, shard: ShardId, host: str) -> str:
+        """Return why repair cannot copy a shard to a host now, or ""."""
+        unroomed = self.room.unroomed.get((job.name, host))
+        refusal = unroomed.why if unroomed is not None else job.refusals.get((shard, host), "")
+        if refusal:
+            return refusal
+        hosts, state = self.state.hosts, self.state.hosts.states.get(host)
+        if state is None or state.status != "live":
+            return f"{state.status}, {state.why}" if state is not None else "it is not here"
+        is_passed_over = hosts.is_on_probation(self.state.now, host) and shard not in self.pushes.vain_s
+        return "it died 3 times within 10 minutes, another host is sought" if is_passed_over else ""

@@ -12,19 +12,11 @@ from fractions import Fraction
 from itertools import combinations
 from math import comb
 
+from memstore.core.wire.status_rows import SurvivalRow
 from placement.topology import HOST_LEVEL, Topology, levels_of, name_some
 from recovery.inventory import Copy
 
 COUNTED_SETS_MAX = 20_000  # loss sets looked at for one answer: the controller must not be busy for long
-
-
-@dataclass(frozen=True, slots=True)
-class LevelSurvival:
-    """One level of failure domains, such as "rack" or "host"."""
-
-    level: str
-    tolerated_count: int  # any that many domains may be lost at once; -1: some chunk is nowhere even now
-    fatal: tuple[str, ...] = ()  # domains, in words, each of which alone has the only copy of something
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +27,10 @@ class Odds:
     is_exact: bool
 
 
-def survival(shards: Sequence[Collection[Copy]], topology: Topology) -> tuple[LevelSurvival, ...]:
+def survival(shards: Sequence[Collection[Copy]], topology: Topology) -> list[SurvivalRow]:
     """Return, coarsest level first, how many domains may be lost with every shard keeping a whole copy.
+
+    -1: some chunk is nowhere even now. `fatal` names the domains each of which alone has the only copy of something.
 
     Args:
         shards: For every rank, the verified copies of its committed shard. Copies that lack chunks count for the
@@ -58,8 +52,8 @@ def survival(shards: Sequence[Collection[Copy]], topology: Topology) -> tuple[Le
                 least = min(least, len(domains))
                 fatal |= domains if len(domains) == 1 else set()
         words = sorted(_in_words(topology, level, domain) for domain in fatal) if least == 1 else []
-        found.append(LevelSurvival(level, least - 1, tuple(words)))
-    return tuple(found)
+        found.append(SurvivalRow(level=level, tolerated=least - 1, fatal=words))
+    return found
 
 
 def survival_odds(shards: Iterable[Iterable[str]], hosts: Collection[str], lost_count: int) -> Odds | None:

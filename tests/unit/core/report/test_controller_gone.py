@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from memstore.cli.timeline import AwaitedRun, run_text, timeline_rows
-from memstore.core.report.gone_steps import gone_steps, spans_of
-from memstore.core.report.timeline import steps_of
+from memstore.core.report.timeline import gone_steps, spans_of, steps_of
 from memstore.core.wire.replies import StepList
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import ControllerWorld

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
-from memstore.core.report.short_ranks import RANKS_NAMED_MAX, RepairView, short_rows
+from memstore.core.report.status import RANKS_NAMED_MAX
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import ControllerWorld
 from recovery.inventory import ShardId
@@ -78,9 +78,7 @@ def test_the_list_of_ranks_is_bounded() -> None:
     world, _ = trained(2, 2)
     world.kill_host("h1")
     world.run(10.0)
-    parts = world.served.parts
-    look = RepairView(parts.state, parts.view, parts.room, parts.repair.pushes)
-    rows = short_rows(look, world.job(), dict.fromkeys(range(5000), 1))
+    rows = world.served.parts.status.short_rows(world.job(), dict.fromkeys(range(5000), 1))
     assert sum(len(row.ranks) for row in rows) == RANKS_NAMED_MAX
 
 

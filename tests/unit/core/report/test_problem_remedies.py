@@ -114,7 +114,7 @@ def test_a_copy_that_was_refused_is_made_once_there_is_room() -> None:
     world.run(15.0)
     [row] = rows(world, "few_copies")
     assert "its arena has 3 of 64 slots left" in row["cause"]
-    assert row["remedy"].startswith("make room where it was refused (memstore rm, a larger arena_bytes)")
+    assert row["remedy"].startswith("make room where it was refused (`memstore rm`, a larger arena_bytes)")
     world.holders["h2"].refuses_room = ""  # the remedy
     assert world.run_until(lambda: not rows(world, "few_copies"), 60.0)
 

@@ -37,7 +37,7 @@ def topology(*rows: tuple[str, str], machine: str = "", is_explicit: bool = True
 
 def tolerated(shards: list[list[Copy]], hosts: Topology) -> dict[str, int]:
     """Level -> how many may be lost."""
-    return {row.level: row.tolerated_count for row in survival(shards, hosts)}
+    return {row.level: row.tolerated for row in survival(shards, hosts)}
 
 
 def test_copies_in_two_racks_survive_a_rack_and_a_host() -> None:
@@ -50,28 +50,28 @@ def test_copies_in_one_rack_survive_only_a_host() -> None:
     """Both copies of one shard lie in one rack: that rack is fatal, and named, while any host may go."""
     hosts = topology(("a", "r1"), ("b", "r1"), ("c", "r2"))
     rows = survival([[copy(0, "a"), copy(0, "b")], [copy(1, "a"), copy(1, "c")]], hosts)
-    assert [(row.level, row.tolerated_count, row.fatal) for row in rows] == [("rack", 0, ("rack r1",)), ("host", 1, ())]
+    assert [(row.level, row.tolerated, row.fatal) for row in rows] == [("rack", 0, ["rack r1"]), ("host", 1, [])]
 
 
 def test_the_weakest_shard_decides() -> None:
     """Three copies of one shard do not help another that has one; the host of that one is fatal."""
     hosts = topology(("a", ""), ("b", ""), ("c", ""))
     rows = survival([[copy(0, "a"), copy(0, "b"), copy(0, "c")], [copy(1, "b")]], hosts)
-    assert [(row.level, row.tolerated_count, row.fatal) for row in rows] == [("host", 0, ("b",))]
+    assert [(row.level, row.tolerated, row.fatal) for row in rows] == [("host", 0, ["b"])]
 
 
 def test_a_shard_without_a_copy_or_on_a_dead_host_is_lost() -> None:
     """No copy at all, or only on a host that is not there any more, is -1 and no loss is called fatal."""
     for shards in ([[copy(0, "a")], []], [[copy(0, "a")], [copy(1, "dead")]]):
         rows = survival(shards, topology(("a", "")))
-        assert [(row.tolerated_count, row.fatal) for row in rows] == [(-1, ())]
+        assert [(row.tolerated, row.fatal) for row in rows] == [(-1, [])]
 
 
 def test_hosts_of_one_machine_die_together_unless_they_are_explicit() -> None:
     """Two hosts on one machine count as one, and are named as that machine; explicit host labels part them (R1)."""
     shards = [[copy(0, "a"), copy(0, "b")]]
     (row,) = survival(shards, topology(("a", ""), ("b", ""), machine="m", is_explicit=False))
-    assert (row.tolerated_count, row.fatal) == (0, ("the machine of a, b",))
+    assert (row.tolerated, row.fatal) == (0, ["the machine of a, b"])
     assert tolerated(shards, topology(("a", ""), ("b", ""), machine="m")) == {"host": 1}
 
 
@@ -85,7 +85,7 @@ def test_damaged_copies_count_for_the_chunks_they_have() -> None:
     """Two copies that lack different chunks are whole together, and then each of them is fatal."""
     hosts = topology(("a", ""), ("b", ""))
     (row,) = survival([[copy(0, "a", frozenset({0})), copy(0, "b", frozenset({1}))]], hosts)
-    assert (row.tolerated_count, row.fatal) == (0, ("a", "b"))
+    assert (row.tolerated, row.fatal) == (0, ["a", "b"])
     assert tolerated([[copy(0, "a", frozenset({0})), copy(0, "b", frozenset({0}))]], hosts) == {"host": -1}
 
 
@@ -107,8 +107,8 @@ def test_survival_agrees_with_losing_every_set_of_domains(
             return all(is_whole(SPEC, [c for c in copies if domain[c.host] not in lost]) for copies in shards)
 
         safe = [all(holds(lost) for lost in combinations(names, k)) for k in range(len(names) + 1)]
-        assert row.tolerated_count == sum(safe) - 1
-        if row.tolerated_count == 0:
+        assert row.tolerated == sum(safe) - 1
+        if row.tolerated == 0:
             assert len(row.fatal) == sum(not holds((name,)) for name in names)
 
 
