@@ -6,9 +6,9 @@ import time
 
 import click
 
-from memstore.cli.options import Where, address_option, store_options
+from memstore.cli.options import Where, where_options
 from memstore.cli.output import data_stream, plural, print_json, say
-from memstore.config import WHOLE_LIMIT, Config
+from memstore.config import WHOLE_LIMIT
 from memstore.core.report.event_kinds import LEVELS, event_fields, event_text, level_of
 from memstore.core.wire.calls import AskEvents
 from memstore.core.wire.replies import Events
@@ -27,10 +27,9 @@ POLL_S = 0.5
     "--level", type=click.Choice(LEVELS), default="notable", show_default=True,
     help="routine: puts, commits and durable writes as well. problem: only what needs attention.",
 )  # fmt: skip
-@address_option
-@store_options
+@where_options
 def events(
-    config: Config, address: str | None, job: str | None, follow: bool, since: str, tail: int | None, level: str,
+    where: Where, job: str | None, follow: bool, since: str, tail: int | None, level: str,
     as_json: bool,
 ) -> None:  # fmt: skip
     """Print what happened to JOB, or to all jobs, oldest first; --json prints one document a line.
@@ -39,7 +38,6 @@ def events(
     started. MEMSTORE_EVENTS=FILE in its environment makes it write all of them to a file. Events of a job that was
     removed can be read by its name.
     """
-    where = Where(config, address)
     number, age_s = since_when(since)
     is_first, words = True, ""
     while True:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import click
 
-from memstore.cli.options import ASK_S, Where, Whole, address_option, step_or_latest, store_options
+from memstore.cli.options import ASK_S, Where, Whole, step_or_latest, where_options
 from memstore.cli.output import ExitCode, plural, print_json, say
-from memstore.config import Config
 from memstore.core.durable.checks import CHECK_DEADLINE_S
 from memstore.core.durable.persist import WITHIN_MAX_S
 from memstore.core.wire.calls import AskLastCopies, PersistStep, PinStep, RemoveJob, UnpinStep
@@ -24,16 +23,12 @@ ATTEMPT = click.option(
 @click.argument("step", callback=step_or_latest)
 @click.argument("name")
 @ATTEMPT
-@address_option
-@store_options
-def pin(
-    config: Config, address: str | None, job: str, step: int | None, name: str, attempt: int | None, as_json: bool
-) -> None:
+@where_options
+def pin(where: Where, job: str, step: int | None, name: str, attempt: int | None, as_json: bool) -> None:
     """Keep STEP of JOB (a number, or "latest") in RAM as NAME, exempt from retention, until `memstore unpin`.
 
     It takes room of its own.
     """
-    where = Where(config, address)
     where.status(job)
     answer = where.ask(PinStep(job=job, step=step, name=name, of_attempt=attempt), CLAIM_S)
     if as_json:
@@ -45,11 +40,9 @@ def pin(
 @click.command(short_help="Take a pin back.")
 @click.argument("job")
 @click.argument("name")
-@address_option
-@store_options
-def unpin(config: Config, address: str | None, job: str, name: str, as_json: bool) -> None:
+@where_options
+def unpin(where: Where, job: str, name: str, as_json: bool) -> None:
     """Take the pin NAME of JOB back: retention decides about its step again."""
-    where = Where(config, address)
     where.status(job)
     answer = where.ask(UnpinStep(job=job, name=name))
     if as_json:
@@ -62,19 +55,15 @@ def unpin(config: Config, address: str | None, job: str, name: str, as_json: boo
 @click.argument("job")
 @click.argument("step", callback=step_or_latest, default="latest")
 @click.option("--within", "within_s", type=float, default=300.0, show_default=True, metavar="SECONDS", help="Wait.")
-@address_option
-@store_options
+@where_options
 @click.pass_context
-def persist(
-    ctx: click.Context, config: Config, address: str | None, job: str, step: int | None, within_s: float, as_json: bool
-) -> None:
+def persist(ctx: click.Context, where: Where, job: str, step: int | None, within_s: float, as_json: bool) -> None:
     """Write STEP of JOB (a number, or "latest", the default) to durable storage now, ahead of the schedule.
 
     Exit code 0 once it is there, 4 if it is not within the time (the write goes on), 1 if it cannot be.
     """
     if not 0 < within_s <= WITHIN_MAX_S:
         raise click.UsageError(f"--within {within_s:g}: the write must have some time, at most {WITHIN_MAX_S:g} s")
-    where = Where(config, address)
     where.status(job)
     answer = where.ask(PersistStep(job=job, step=step, within_s=within_s), within_s + CLAIM_S)
     if as_json:
@@ -90,15 +79,13 @@ def persist(
 @click.argument("job")
 @click.option("--yes", is_flag=True, help="Even if its newest committed step, or a pinned one, is only in RAM.")
 @click.option("--force", is_flag=True, help="Even while a rank of it is alive, and with its pins.")
-@address_option
-@store_options
-def rm(config: Config, address: str | None, job: str, yes: bool, force: bool, as_json: bool) -> None:
+@where_options
+def rm(where: Where, job: str, yes: bool, force: bool, as_json: bool) -> None:
     """Drop every copy of JOB in RAM, and its records in the store; durable steps stay where they are.
 
     Durable storage is checked first: the steps that replace the copies must be there now.
     The memory that no other job has reserved goes back to the machine.
     """
-    where = Where(config, address)
     row = next(row for row in where.status(job).jobs if row.job == job)
     lost = [] if yes else where.ask(AskLastCopies(job=job), CHECK_DEADLINE_S + ASK_S).lost.get(job)
     if lost:

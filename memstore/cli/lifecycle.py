@@ -11,11 +11,11 @@ import click
 from memstore.cli.options import (
     Seconds,
     Where,
-    address_option,
     check_host,
     config_or_usage,
     join_ray_for_verb,
     store_options,
+    where_options,
 )
 from memstore.cli.output import ExitCode, count_text, data_console, plain_table, plural, print_json, say, size_text
 from memstore.config import Config
@@ -295,12 +295,9 @@ def _leftovers(config: Config, hosts: tuple[str, ...], *, discard: bool, as_json
 @click.argument("host")
 @click.option("--within", "within_s", default=120.0, show_default=True, metavar="SECONDS", help="Until it is gone.")
 @click.option("--cancel", is_flag=True, help="It stays: take the notice back.")
-@address_option
-@store_options
+@where_options
 @click.pass_context
-def drain(
-    ctx: click.Context, config: Config, address: str | None, host: str, within_s: float, cancel: bool, as_json: bool
-) -> None:
+def drain(ctx: click.Context, where: Where, host: str, within_s: float, cancel: bool, as_json: bool) -> None:
     """Copy what HOST holds to hosts that stay, and wait for it; for preemption notices and maintenance.
 
     Nothing is stopped: its ranks go on putting. Where too few hosts stay for all copies, a job with durable= has its
@@ -308,7 +305,6 @@ def drain(
     durable; 4 if the time ran out first, or at once if neither can be. Nodes that Ray drains are noticed without this
     command.
     """
-    where = Where(config, address)
     host = check_host(where.status(), host)
     if not 0 < within_s < float("inf"):
         raise click.UsageError(f"--within {within_s:g}: the notice must leave some time, in seconds")

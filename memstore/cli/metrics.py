@@ -8,9 +8,8 @@ from typing import Any
 
 import click
 
-from memstore.cli.options import Where, address_option, store_options
+from memstore.cli.options import Where, where_options
 from memstore.cli.output import data_console, plain_table, print_json
-from memstore.config import Config
 from memstore.core.report.metrics import METRICS, exported_names, holder_gauges, status_gauges
 from memstore.core.wire.calls import AskEvents
 from memstore.core.wire.ids import UNSIGNED_LIMIT
@@ -20,9 +19,8 @@ from memstore.core.wire.ids import UNSIGNED_LIMIT
 @click.option("--list", "is_list", is_flag=True, help="Every metric that is exported, and what it says.")
 @click.option("--dashboard", is_flag=True, help="The Grafana dashboard, as JSON to import.")
 @click.option("--alerts", is_flag=True, help="The Prometheus alert rules, as YAML.")
-@address_option
-@store_options
-def metrics(config: Config, address: str | None, is_list: bool, dashboard: bool, alerts: bool, as_json: bool) -> None:
+@where_options
+def metrics(where: Where, is_list: bool, dashboard: bool, alerts: bool, as_json: bool) -> None:
     """Print where the gauges of controller and holders stand now, or what goes with all metrics.
 
     Counters and histograms are in Prometheus alone, which finds the endpoints in the file that Ray's head node writes:
@@ -38,7 +36,7 @@ def metrics(config: Config, address: str | None, is_list: bool, dashboard: bool,
     elif is_list:
         _print_list(as_json=as_json)
     else:
-        _print_values(Where(config, address), as_json=as_json)
+        _print_values(where, as_json=as_json)
 
 
 def _print_list(*, as_json: bool) -> None:

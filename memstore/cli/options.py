@@ -269,8 +269,15 @@ def store_options(verb: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def address_option(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --address, for a machine that has no holder of its own."""
-    return click.option(
+def where_options(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --address, for a machine without a holder, and the store's options; the verb gets `where` and `as_json`."""
+
+    @click.option(
         "--address", metavar="ADDRESS", help="Ray cluster to ask through, when no holder runs on this machine."
-    )(verb)
+    )
+    @store_options
+    @functools.wraps(verb)
+    def wrapped(*args: Any, config: Config, address: str | None, **kwargs: Any) -> Any:
+        return verb(*args, where=Where(config, address), **kwargs)
+
+    return wrapped

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import click
 
-from memstore.cli.options import Where, address_option, check_host, store_options
+from memstore.cli.options import Where, check_host, where_options
 from memstore.cli.output import ExitCode, data_console, plain_table, plural, print_json, size_text
 from memstore.cli.timeline import run_text
-from memstore.config import Config
 from memstore.core.cluster.text import lost_text, ranks_text
 from memstore.core.wire.calls import AskPlan
 from memstore.core.wire.codec import fields_of
@@ -41,17 +40,13 @@ class LoseManyCommand(click.Command):
     "--lose", multiple=True, metavar="HOST...",
     help="Hosts to lose: names, or a whole failure domain such as rack=r1. Takes several.  [default: none]",
 )  # fmt: skip
-@address_option
-@store_options
+@where_options
 @click.pass_context
-def plan(
-    ctx: click.Context, config: Config, address: str | None, job: str | None, lose: tuple[str, ...], as_json: bool
-) -> None:
+def plan(ctx: click.Context, where: Where, job: str | None, lose: tuple[str, ...], as_json: bool) -> None:
     """Say what `get()` would return now, from where, and what would be lost; with --lose, if those hosts died now.
 
     Exits with 0 if the newest committed step comes back, 4 if only an older one does, 3 if nothing does.
     """
-    where = Where(config, address)
     status = where.status(job)
     names = [job] if job is not None else [row.job for row in status.jobs]
     hosts = lost_hosts(status, lose)

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from memstore.cli.options import Where, address_option, store_options
+from memstore.cli.options import Where, where_options
 from memstore.cli.output import (
     ExitCode,
     age_text,
@@ -43,14 +43,12 @@ STYLES = {UNRECOVERABLE: "bold red", STOPPED: "bold red", DEGRADED: "yellow"}
     "--check", is_flag=True,
     help="Exit with 5 if a job is not closed and does not train, 4 if something is degraded, 3 if something is lost.",
 )  # fmt: skip
-@address_option
-@store_options
+@where_options
 @click.pass_context
-def status(ctx: click.Context, config: Config, address: str | None, watch: bool, check: bool, as_json: bool) -> None:
+def status(ctx: click.Context, where: Where, watch: bool, check: bool, as_json: bool) -> None:
     """Show what would be lost if something died now, the hosts, and every problem with its remedy."""
     if watch and check:
         raise click.UsageError("--check exits with what it found, --watch never ends: give one of them")
-    where = Where(config, address)
     if watch:
         _watch(where, as_json)
         return

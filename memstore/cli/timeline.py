@@ -13,9 +13,8 @@ from itertools import groupby
 import click
 from rich.table import Table
 
-from memstore.cli.options import Where, address_option, store_options
+from memstore.cli.options import Where, where_options
 from memstore.cli.output import age_text, count_text, data_console, plain_table, plural, print_json, say, size_text
-from memstore.config import Config
 from memstore.core.report.json_rows import job_fields
 from memstore.core.wire.status_rows import AttemptRow, GoneRow, JobRow, OriginRow, StepRow
 
@@ -25,14 +24,13 @@ KEYS = ("job", "attempt", "replicas", "keep_steps", "origin", "pins", "attempts"
 
 @click.command(short_help="The timeline of a job: attempts, steps, pins.")
 @click.argument("job", required=False)
-@address_option
-@store_options
-def ls(config: Config, address: str | None, job: str | None, as_json: bool) -> None:
+@where_options
+def ls(where: Where, job: str | None, as_json: bool) -> None:
     """Draw the timeline of JOB, or of every job, newest first: steps, and where each attempt began.
 
     "*" is the lineage that get() and training go on from; "| o" are steps that a rewind or a fresh start left behind.
     """
-    jobs = [row for row in Where(config, address).status(job).jobs if job in (None, row.job)]
+    jobs = [row for row in where.status(job).jobs if job in (None, row.job)]
     if as_json:
         print_json({"jobs": [{key: fields.get(key) for key in KEYS} for fields in map(job_fields, jobs)]})
     elif not jobs:

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import click
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from memstore.cli.options import Where, address_option, store_options
+from memstore.cli.options import Where, where_options
 from memstore.cli.output import ExitCode, data_console, plain_table, plural, print_json, size_text, words_console
 from memstore.cli.plan import outcome
-from memstore.config import Config
 from memstore.core.wire.calls import AskPlan, VerifyStore
 from memstore.core.wire.codec import fields_of
 from memstore.core.wire.replies import HostVerified, Plan, Status, VerifyResult
@@ -33,16 +32,14 @@ class HostAnswer:
 
 @click.command(short_help="Re-digest everything that is stored.")
 @click.argument("job", required=False)
-@address_option
-@store_options
+@where_options
 @click.pass_context
-def verify(ctx: click.Context, config: Config, address: str | None, job: str | None, as_json: bool) -> None:
+def verify(ctx: click.Context, where: Where, job: str | None, as_json: bool) -> None:
     """Re-digest every stored chunk and manifest, of JOB or of all jobs; damaged ones are rebuilt from a copy.
 
     Exits with 0 if every byte is right, 4 if some were damaged or a host did not answer but every committed step
     can still be restored, 3 if one cannot.
     """
-    where = Where(config, address)
     status = where.status(job)
     names = [job] if job is not None else [row.job for row in status.jobs]
     answer = _ask_with_spinner(where, job, status)
