@@ -16,7 +16,7 @@ PROVED = {
     "host_drains": "unit/core/report/test_training.py::test_a_notice_that_is_over",
     "host_full": "unit/holder/test_full_folder.py::test_a_fact_without_room_waits",
     "holder_nice": "integration/client/test_holder_priority.py::test_a_holder_comes_forward",
-    "over_limit": "unit/arena/test_arena_limit.py::test_rm_and_a_refused_first_put",
+    "over_limit": "unit/arena/test_capacity.py::test_rm_and_a_refused_first_put",
     "host_warning": "unit/holder/test_holder_warnings.py::test_a_helper_that_was_not_built",
     "descriptors": "unit/arena/test_descriptors.py::test_a_holder_without_descriptors",
     "files_removed": "integration/faults/test_faults_arena.py::test_removed_files_of_a_living_holder",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from memstore.core.wire.calls import InPlace
+from memstore.core.wire.calls import InPlace, RankLoss
 from memstore.errors import GatherTimeout
 from memstore.inplace import generation, membership, reentrant, reentry, watcher
 from memstore.inplace.gloo_sockets import GlooSockets
 from memstore.inplace.meeting import Meeting, MeetingServer, Place, connect
-from memstore.inplace.reentry import join_meeting
+from memstore.inplace.reentry import Leaving, in_place_of, innermost_module, join_meeting, may_be_loss, met_text
 from memstore.shell.rank.launch import detect_launch
 from memstore.testing.clusters.processes import wait_for
 
@@ -303,3 +304,75 @@ def anonymous_bytes() -> int:
     """Return how much memory of this process is in no file."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
+
+
+# -- test verdict -------------------------------------------------------------------------------------
+# Which exceptions may come of a lost peer.
+
+
+def error_of(code: str, module: str) -> BaseException:
+    """Return what a piece of code raises that runs as this module, called from here."""
+    try:
+        exec(code, {"__name__": module, "torch": torch, "json": json})
+    except BaseException as error:
+        return error
+    raise AssertionError(f"{code!r} raised nothing")
+
+
+@pytest.mark.parametrize(
+    ("code", "module", "is_asked"),
+    [
+        ("raise RuntimeError('Connection closed by peer')", "torch.distributed.distributed_c10d", True),
+        ("raise RuntimeError('attempt 3 is over')", "memstore.client.puts", True),
+        ("raise RuntimeError('reset')", "ray.train.v2._internal.execution.checkpoint.sync_actor", True),
+        ("raise RuntimeError('Connection closed by peer')", "train", False),
+        ("raise RuntimeError('mine')", "torchvision.models", False),
+        ("json.loads('{')", "torch.distributed", False),
+        ("torch.nn.functional.linear(torch.zeros(2), torch.zeros(3, 3))", "train", True),
+        ("int('x')", "train", False),
+        ("raise KeyboardInterrupt", "torch.distributed", False),
+        ("raise SystemExit(1)", "torch.distributed", False),
+    ],
+)
+def test_the_code_that_raised_says_whether_a_loss_is_asked_for(code: str, module: str, is_asked: bool) -> None:
+    """The text says nothing: users raise RuntimeError too, and what they raise is theirs at once."""
+    assert may_be_loss(error_of(code, module)) == is_asked
+
+
+def test_an_exception_that_was_never_raised_is_no_loss() -> None:
+    """It has no traceback, so no code of torch raised it."""
+    assert innermost_module(None) == ""
+    assert not may_be_loss(RuntimeError("Connection closed by peer"))
+
+
+# -- test phases --------------------------------------------------------------------------------------
+# How long a rank took from one generation to the next, by its own clock.
+
+
+def test_a_rank_that_stayed_measures_one_phase_after_the_other() -> None:
+    """Its collective failed before a loss was known; what it waited for word of it is a part of the detection."""
+    entered = in_place_of(4, (), Leaving(failed_s=10.0, over_s=10.5, end_s=10.75), 13.0, 13.25)
+    assert (entered.detect_s, entered.abort_s, entered.replace_s, entered.meet_s) == (0.5, 0.25, 2.25, 0.25)
+
+
+def test_a_rank_whose_waits_were_ended_by_the_loss_waited_for_no_word_of_it() -> None:
+    """The exception came after the loss was known, or there was none because its function had returned."""
+    assert Leaving(failed_s=11.0, over_s=10.0, end_s=12.0).detect_s == 0.0
+    assert Leaving(failed_s=float("inf"), over_s=10.0, end_s=12.0).detect_s == 0.0
+
+
+def test_a_new_process_was_in_no_generation_before() -> None:
+    """It has nothing to tell of the loss."""
+    entered = in_place_of(4, (), None, 13.0, 13.25)
+    assert (entered.detect_s, entered.abort_s, entered.replace_s, entered.meet_s) == (None, None, None, 0.25)
+
+
+def test_the_log_of_rank_0_says_who_was_replaced_and_why() -> None:
+    """Losses that came before the generation that it left are of an earlier line."""
+    losses = (RankLoss(3, 2, "ended", False, 0.0), RankLoss(1, 4, "frozen", False, 3.0))
+    entered = in_place_of(4, losses, Leaving(10.0, 10.5, 10.75), 13.0, 13.25)
+    text = "generation 4: rank 1 was replaced (its process was frozen); all met: detect 3.00 s, abort 0.25 s, replace "
+    assert met_text(entered, 3) == f"{text}2.25 s, meet 0.25 s"
+    assert met_text(entered, 1).startswith(
+        "generation 4: ranks 1, 3 were replaced (its process ended, its process was frozen); all met: detect 0.50 s"
+    )

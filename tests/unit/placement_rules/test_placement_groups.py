@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from fractions import Fraction
+from itertools import combinations, product
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from placement import Host, Placement, Topology, place
+from placement import Host, Placement, Topology, place, rebalance, scattered, survival_odds
 
 STRATEGIES = ("mixed", "group", "ring")
 RACKS = st.lists(st.integers(1, 7), min_size=1, max_size=7)
@@ -215,3 +217,244 @@ def test_ten_thousand_hosts_are_separated_and_balanced() -> None:
     assert placement.unmet == ()
     assert _separated(placement, topology)
     assert set(_peers(placement).values()) == {2}
+
+
+# -- test placement scatter ---------------------------------------------------------------------------
+# Several placements side by side: each keeps the promises of one, and a host has other peers in each.
+
+
+def racks(hosts_count: int, racks_count: int) -> Topology:
+    hosts = [Host(f"h{n:03d}", {"rack": f"r{n % racks_count}"}, f"m{n}") for n in range(hosts_count)]
+    return Topology.of(hosts)
+
+
+def peers(placement: Placement, host: str) -> set[str]:
+    return {target for each in placement.placements for target in each.targets[host]}
+
+
+def test_one_is_the_ordinary_placement() -> None:
+    """Without scatter nothing is beside it; a later one is a rebalance."""
+    topology = racks(10, 4)
+    first = scattered(None, topology, replicas=2)
+    assert first == place(topology, replicas=2)
+    left = Topology.of([host for host in topology.hosts.values() if host.host_id != "h003"])
+    assert scattered(first, left, replicas=2) == rebalance(first, left, replicas=2).placement
+
+
+@given(
+    hosts_count=st.integers(1, 24), racks_count=st.integers(1, 6), replicas=st.integers(1, 4), scatter=st.integers(1, 4)
+)  # fmt: skip
+def test_each_keeps_what_one_promises(hosts_count: int, racks_count: int, replicas: int, scatter: int) -> None:
+    """As many copies, no more of them unmet, and no host takes more of others'."""
+    topology = racks(hosts_count, racks_count)
+    found, one = scattered(None, topology, replicas=replicas, scatter=scatter), place(topology, replicas=replicas)
+    assert len(found.placements) == scatter
+    assert found == scattered(None, topology, replicas=replicas, scatter=scatter)
+    for each in found.placements:
+        assert each.targets.keys() == topology.hosts.keys()
+        assert (each.level, each.replicas, len(each.unmet)) == (one.level, one.replicas, len(one.unmet))
+        taken = [target for held in each.targets.values() for target in held]
+        assert all(taken.count(host) <= one.replicas for host in topology.hosts)
+        for owner, held in each.targets.items():
+            assert owner not in held
+            assert len(set(held)) == len(held)
+
+
+@pytest.mark.parametrize(("hosts_count", "racks_count"), [(4, 2), (16, 4), (16, 16), (48, 6)])
+def test_a_host_has_other_peers_in_each(hosts_count: int, racks_count: int) -> None:
+    """Two placements of four hosts in two racks have no pair in common, and four of more hosts hardly one."""
+    scatter = 2 if hosts_count == 4 else 4
+    found = scattered(None, racks(hosts_count, racks_count), replicas=2, scatter=scatter)
+    counts = [len(peers(found, host)) for host in found.targets]
+    assert sum(counts) >= 0.9 * scatter * hosts_count
+
+
+@pytest.mark.parametrize("scatter", [2, 3])
+def test_only_the_copies_of_a_lost_host_move(scatter: int) -> None:
+    """Every pair between hosts that are left stays, in each of the placements."""
+    topology = racks(16, 4)
+    before = scattered(None, topology, replicas=2, scatter=scatter)
+    left = Topology.of([host for host in topology.hosts.values() if host.host_id != "h005"])
+    after = scattered(before, left, replicas=2, scatter=scatter)
+    for old, new in zip(before.placements, after.placements, strict=True):
+        kept = {owner: held for owner, held in old.targets.items() if "h005" not in (owner, *held)}
+        assert kept.items() <= new.targets.items()
+        assert "h005" not in {target for held in new.targets.values() for target in held}
+
+
+def test_more_or_fewer_placements_keep_those_that_stay() -> None:
+    """A job that is launched again with another scatter moves no more than it must."""
+    topology = racks(16, 4)
+    two = scattered(None, topology, replicas=2, scatter=2)
+    three, one = (scattered(two, topology, replicas=2, scatter=count) for count in (3, 1))
+    assert [each.targets for each in three.placements[:2]] == [each.targets for each in two.placements]
+    assert one.targets == two.targets
+    assert not one.scattered
+
+
+def test_ranks_take_the_placements_by_turns() -> None:
+    """Rank r has the targets of placement r mod scatter; a host that is not placed has none."""
+    found = scattered(None, racks(16, 4), replicas=2, scatter=2)
+    for rank in range(4):
+        assert found.targets_of("h003", rank) == found.placements[rank % 2].targets["h003"]
+    assert found.targets_of("unknown", 1) == ()
+
+
+def test_odds_of_a_large_cluster_that_loses_as_many_hosts_as_there_are_copies() -> None:
+    """As docs/operate/deploy.md shows them: k times the fatal pairs."""
+    for scatter, fatal in ((1, 64), (2, 128), (4, 256)):
+        placed = scattered(None, racks(128, 8), replicas=2, scatter=scatter)
+        assert survival_odds(placed, 2) == 1 - Fraction(fatal, 8128)
+    with pytest.raises(ValueError, match="128 hosts share copies in a shape"):
+        survival_odds(placed, 3)
+
+
+def test_a_scatter_of_none_is_refused() -> None:
+    """As replicas=0 is."""
+    with pytest.raises(ValueError, match="scatter is 0, must be at least 1"):
+        scattered(None, racks(4, 2), replicas=2, scatter=0)
+
+
+# -- test placement rebalance -------------------------------------------------------------------------
+# Hosts join or leave: fewest moves, separation no worse than fresh, balance kept.
+
+
+def _host(name: str, rack: int, capacity_bytes: int | None = None) -> Host:
+    return Host(name, {"rack": f"r{rack}"}, f"m-{name}", capacity_bytes=capacity_bytes)
+
+
+def _changed(rng: random.Random, hosts: list[Host], racks_count: int, limit: int) -> list[Host]:
+    left = rng.sample(hosts, rng.randint(max(1, len(hosts) - 3), len(hosts)))
+    joins = rng.randint(0, max(0, min(3, limit - len(left))))
+    return left + [_host(f"new{at}", rng.randrange(racks_count)) for at in range(joins)]
+
+
+def _pairs(placement: Placement) -> set[tuple[str, str]]:
+    return {(owner, target) for owner, held in placement.targets.items() for target in held}
+
+
+def _fewest_moves(old: Placement, topology: Topology, copies: int, level: str) -> int | None:
+    """Brute force: the least number of new pairs over all separated, balanced placements."""
+    ids = sorted(topology.hosts)
+    domain = {host: topology.hosts[host].domain(level) for host in ids}
+    choices = [
+        [held for held in combinations(ids, copies - 1) if len({domain[h] for h in (owner, *held)}) == copies]
+        for owner in ids
+    ]
+    had = _pairs(old)
+    best = None
+    for chosen in product(*choices):
+        peers = Counter(target for held in chosen for target in held)
+        if max(peers.values(), default=0) <= copies:
+            moves = sum((o, t) not in had for o, held in zip(ids, chosen, strict=True) for t in held)
+            best = moves if best is None else min(best, moves)
+    return best
+
+
+@given(seed=st.integers(0, 10**6))
+@settings(deadline=None, max_examples=150)
+def test_moves_are_the_fewest_by_brute_force(seed: int) -> None:
+    """At most 6 hosts, unit room, the same replicas: it cannot be done with fewer new pairs."""
+    rng = random.Random(seed)
+    copies = rng.choice((2, 2, 3))
+    racks_count = rng.randint(copies, 4)
+    hosts = [_host(f"h{at}", rng.randrange(racks_count)) for at in range(rng.randint(copies, 5))]
+    old = place(Topology.of(hosts, ("rack",)), replicas=copies)
+    topology = Topology.of(_changed(rng, hosts, racks_count, 5 if copies == 3 else 6), ("rack",))
+    if len(topology.hosts) < copies:
+        return
+    result = rebalance(old, topology, replicas=copies)
+    fewest = _fewest_moves(old, topology, copies, result.placement.level)
+    assert (fewest is None) == bool(result.placement.unmet)
+    if fewest is not None:
+        assert len(result.moves) == fewest
+
+
+@given(seed=st.integers(0, 10**6), strategy=st.sampled_from(("mixed", "group", "ring")))
+@settings(deadline=None, max_examples=150)
+def test_result_is_as_separated_as_a_fresh_placement_and_balanced(seed: int, strategy: str) -> None:
+    """Through five membership changes in a row, with replicas changing too; moves tell the difference."""
+    rng = random.Random(seed)
+    racks_count = rng.randint(1, 6)
+    hosts = [_host(f"h{at}", rng.randrange(racks_count)) for at in range(rng.randint(1, 20))]
+    old = place(Topology.of(hosts, ("rack",)), replicas=2, strategy=strategy)  # type: ignore[arg-type]
+    for turn in range(5):
+        hosts = [Host(f"{h.host_id}.{turn}" if h.host_id.startswith("new") else h.host_id, h.labels, h.machine)
+                 for h in _changed(rng, hosts, racks_count, 20)]  # fmt: skip
+        topology = Topology.of(hosts, ("rack",))
+        replicas = rng.choice((2, 2, 3))
+        result = rebalance(old, topology, replicas=replicas, strategy=strategy)  # type: ignore[arg-type]
+        new = result.placement
+        assert len(new.unmet) <= len(place(topology, replicas=replicas, strategy=strategy).unmet)  # type: ignore[arg-type]
+        copies = min(replicas, len(hosts))
+        assert all(len(set(held) - {owner}) == copies - 1 for owner, held in new.targets.items())
+        peers = Counter(target for held in new.targets.values() for target in held)
+        assert max(peers.values(), default=0) <= copies
+        assert {(move.owner, move.target) for move in result.moves} == _pairs(new) - _pairs(old)
+        for move in result.moves:
+            assert move.source is None or (move.owner, move.source) in _pairs(old) - _pairs(new)
+            assert move.why
+        old = new
+
+
+def test_nothing_changed_moves_nothing() -> None:
+    """The same hosts give the same placement back."""
+    topology = Topology.of([_host(f"h{at}", at % 3) for at in range(11)], ("rack",))
+    for replicas in (1, 2, 3):
+        old = place(topology, replicas=replicas)
+        result = rebalance(old, topology, replicas=replicas)
+        assert result.moves == ()
+        assert result.placement == old
+
+
+def test_one_lost_host_moves_only_the_copies_it_held() -> None:
+    """A thousand hosts, one dies: m - 1 owners get one new target each, no other pair moves."""
+    hosts = [_host(f"h{at:04d}", at % 20) for at in range(1000)]
+    old = place(Topology.of(hosts, ("rack",)), replicas=3)
+    topology = Topology.of(hosts[1:], ("rack",))
+    result = rebalance(old, topology, replicas=3)
+    assert sorted(move.owner for move in result.moves) == sorted(o for o, t in _pairs(old) if t == "h0000")
+    assert {(move.source, move.why) for move in result.moves} == {(None, "h0000 left")}
+    assert result.placement.unmet == ()
+
+
+def test_a_joining_host_only_adds_its_own_targets() -> None:
+    """A newcomer costs m - 1 new pairs; its places stay free for later."""
+    hosts = [_host(f"h{at:03d}", at % 5) for at in range(100)]
+    old = place(Topology.of(hosts, ("rack",)), replicas=3)
+    result = rebalance(old, Topology.of([*hosts, _host("new", 1)], ("rack",)), replicas=3)
+    assert [(move.owner, move.why) for move in result.moves] == [("new", "new joined")] * 2
+
+
+def test_room_is_made_by_moving_one_peer_rather_than_starting_afresh() -> None:
+    """Two hosts join a rack, one leaves it; 3 moves do, a fresh placement would take 4."""
+    before = [_host("h0", 2), _host("h1", 2), _host("h2", 1), _host("h3", 2), _host("h4", 0)]
+    old = place(Topology.of(before, ("rack",)), replicas=2)
+    topology = Topology.of(
+        [*(host for host in before if host.host_id != "h1"), _host("n0", 2), _host("n1", 2)], ("rack",)
+    )
+    result = rebalance(old, topology, replicas=2)
+    assert result.placement.unmet == ()
+    assert len(result.moves) == _fewest_moves(old, topology, 2, "rack") == 3
+
+
+def test_a_host_that_shrank_gives_up_what_no_longer_fits() -> None:
+    """Capacity is looked at again; the move names the host the copy leaves."""
+    hosts = [_host(f"h{at}", at, capacity_bytes=20) for at in range(4)]
+    demand = {host.host_id: 10 for host in hosts}
+    old = place(Topology.of(hosts, ("rack",)), replicas=2, demand_bytes=demand)
+    (owner,) = [owner for owner, held in old.targets.items() if held == ("h0",)]
+    shrunk = Topology.of([_host("h0", 0, capacity_bytes=5), *hosts[1:]], ("rack",))
+    result = rebalance(old, shrunk, replicas=2, demand_bytes=demand)
+    assert [(move.owner, move.source) for move in result.moves] == [(owner, "h0")]
+    assert result.placement.unmet == ()
+
+
+def test_refuses_what_place_refuses() -> None:
+    """No hosts and no replicas are ValueErrors here too."""
+    topology = Topology.of([_host("h0", 0)])
+    old = place(topology, replicas=1)
+    with pytest.raises(ValueError, match="no hosts"):
+        rebalance(old, Topology.of([]), replicas=1)
+    with pytest.raises(ValueError, match="replicas is 0"):
+        rebalance(old, topology, replicas=0)

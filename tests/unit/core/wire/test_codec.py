@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import struct
 import tracemalloc
 from typing import Any, get_args
 
@@ -11,9 +13,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from memstore import errors
+from memstore.core.network.send_gate import BATCH_CHUNKS_MAX, batches
 from memstore.core.wire import calls, codec, ids
-from memstore.core.wire.frame import BODY_BYTES_MAX, BODY_ITEMS_MAX
+from memstore.core.wire import frame as wire
+from memstore.core.wire.error_message import ErrorMessage, decode_error
+from memstore.core.wire.frame import BODY_BYTES_MAX, BODY_ITEMS_MAX, Kind
 from memstore.errors import ProtocolError
+from memstore.shell.peer.chunk_frames import RUN_BYTES, runs
 from recovery.inventory import Copy, ShardId, ShardSpec, StepId
 
 calm = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -234,3 +241,161 @@ def test_replies_are_decoded_without_making_a_decoder(monkeypatch: pytest.Monkey
     assert len(get_args(calls.RankCall)) > 20
     for kind in get_args(calls.RankCall):
         assert codec.reply_decoder(kind) is codec.reply_decoder(kind)
+
+
+# -- test chunk run -----------------------------------------------------------------------------------
+# How a shard's chunks are cut into requests and frames.
+
+
+@given(chunks=st.lists(st.integers(0, 10_000), unique=True, max_size=400), streams=st.integers(1, 8))
+def test_every_chunk_is_asked_for_once_in_order(chunks: list[int], streams: int) -> None:
+    """Nothing is left out or doubled, and no request is longer than it may be."""
+    cut = list(batches(chunks, streams))
+    assert list(itertools.chain.from_iterable(cut)) == chunks
+    assert all(0 < len(batch) <= BATCH_CHUNKS_MAX for batch in cut)
+
+
+@given(count=st.integers(1, 400), streams=st.integers(1, 8))
+def test_all_streams_have_work_from_the_start(count: int, streams: int) -> None:
+    """A small shard is cut so that no stream is idle if there are chunks for it, or nearly."""
+    cut = list(batches(range(count), streams))
+    assert len(cut) >= min(streams, -(-count // -(-count // streams)))
+
+
+@given(sizes=st.lists(st.integers(1, 1 << 26), max_size=60))
+def test_frames_hold_as_many_chunks_as_fit(sizes: list[int]) -> None:
+    """In order, at least one each, and never two where the next would have fitted."""
+    cut = [sizes[part] for part in runs(sizes)]
+    assert list(itertools.chain.from_iterable(cut)) == sizes
+    assert all(sum(run) <= RUN_BYTES or len(run) == 1 for run in cut)
+    assert all(sum(run) + after[0] > RUN_BYTES for run, after in itertools.pairwise(cut))
+
+
+# -- test error message -------------------------------------------------------------------------------
+# Errors of the other side: their class, message and plain context cross, and nothing that a peer could abuse (I20).
+
+
+ERROR_CLASSES = [value for value in vars(errors).values() if getattr(value, "__module__", "") == errors.__name__]
+values: st.SearchStrategy[Any] = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=20)
+
+
+def sent(error: BaseException) -> errors.MemstoreError:
+    """What the other side raises for an error."""
+    return decode_error(codec.encode(ErrorMessage.of(error))).rebuilt()
+
+
+@pytest.mark.parametrize("kind", ERROR_CLASSES)
+def test_every_error_crosses_the_wire_as_its_class(kind: type[errors.MemstoreError]) -> None:
+    """Class, message and simple context survive; objects in the context do not."""
+    back = sent(kind("three words here", operation="call", waited_s=1.5, ranks=(1, 2), secret=object()))
+    assert type(back) is kind
+    assert str(back) == "three words here"
+    assert vars(back) == {"operation": "call", "waited_s": 1.5, "ranks": [1, 2]}
+
+
+def test_an_error_that_is_not_ours_crosses_as_internal_error() -> None:
+    """A bug at the peer names its type and text, and text that is not valid Unicode (a path) does not stop it."""
+    back = sent(OSError("no file \udcff"))
+    assert type(back) is errors.InternalError
+    assert str(back) == "OSError: no file ?"
+
+
+@given(st.text(max_size=20), st.text(max_size=20), st.dictionaries(st.text(max_size=8), values | st.lists(values)))
+def test_any_error_message_gives_a_memstore_error(error: str, message: str, context: dict[str, Any]) -> None:
+    """A peer cannot choose a class outside the tree or set private attributes."""
+    body = {"k": "error", "error": error, "message": message, "context": context}
+    rebuilt = decode_error(msgpack.packb(body)).rebuilt()
+    assert isinstance(rebuilt, errors.MemstoreError)
+    assert not any(name.startswith("_") for name in vars(rebuilt))
+
+
+def test_an_unknown_error_name_and_private_context_are_harmless() -> None:
+    """`SystemExit` or `__class__` from a peer are just words."""
+    context: Any = {"__class__": "x", "__notes__": "y", "host": "a"}
+    rebuilt = ErrorMessage(error="SystemExit", message="m", context=context).rebuilt()
+    assert type(rebuilt) is errors.MemstoreError
+    assert vars(rebuilt) == {"host": "a"}
+
+
+@pytest.mark.parametrize("context", [5, {"a": {"b": 1}}, {"a": [[1]]}, {1: 2}, {"a": b""}])
+def test_a_context_that_is_not_plain_is_no_error_message(context: Any) -> None:
+    """Values and flat lists by name, and nothing deeper."""
+    with pytest.raises(errors.ProtocolError, match="context"):
+        decode_error(msgpack.packb({"k": "error", "error": "MemstoreError", "message": "", "context": context}))
+
+
+# -- test wire ----------------------------------------------------------------------------------------
+# Frames: what is packed comes back, and nothing a stranger sends gets past the limits (R14, I20).
+
+
+@calm
+@given(st.sampled_from(Kind), st.integers(0, 2**64 - 1), st.binary(max_size=100), st.integers(0, wire.BULK_BYTES_MAX))
+def test_headers_round_trip(kind: Kind, request_id: int, body: bytes, bulk_bytes: int) -> None:
+    """A packed header has 32 bytes, unpacks to the same values, and its crc fits its body."""
+    data = wire.pack_header(kind, request_id, body, bulk_bytes)
+    header = wire.unpack_header(data)
+    assert len(data) == wire.HEADER_BYTES == 32
+    assert header[:4] == (kind, request_id, len(body), bulk_bytes)
+    wire.check_crc(data, body)
+
+
+def forged(**fields: int | bytes) -> bytes:
+    """A header with chosen fields that pack_header would refuse."""
+    default = {"magic": wire.MAGIC, "version": wire.VERSION, "kind": 10, "flags": 0, "id": 1, "body": 0, "bulk": 0}
+    return struct.pack("<4sBBHQIQI", *{**default, **fields}.values(), 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"magic": b"GET "}, "not memstore"),
+        ({"version": 1}, f"wire version 1, this process {wire.VERSION}"),
+        ({"kind": 99}, "kind 99"),
+        ({"flags": 1}, "flags 0x1"),
+        ({"body": wire.BODY_BYTES_MAX + 1}, "16,777,217 bytes, the limit is 16,777,216"),
+        ({"body": 2**32 - 1}, "the limit"),
+        ({"bulk": wire.BULK_BYTES_MAX + 1}, "the limit is 67,108,864"),
+        ({"bulk": 2**63}, "the limit"),
+    ],
+)
+def test_bad_headers_are_refused_by_field_and_limit(fields: dict[str, int], words: str) -> None:
+    """Each wrong field is named with its limit."""
+    wire.unpack_header(forged())
+    with pytest.raises(errors.ProtocolError, match=words):
+        wire.unpack_header(forged(**fields))
+
+
+def test_a_stranger_gets_handshake_kinds_small_bodies_and_no_bulk() -> None:
+    """Before authentication the caps are 4 KiB and zero, and a CALL is out of order (I19)."""
+    assert wire.unpack_header(forged(kind=1, body=4096), authenticated=False).kind is Kind.HELLO
+    for fields in ({"kind": 10}, {"kind": 1, "body": 4097}, {"kind": 1, "bulk": 1}):
+        with pytest.raises(errors.ProtocolError):
+            wire.unpack_header(forged(**fields), authenticated=False)
+
+
+@calm
+@given(st.binary(max_size=64) | st.binary(min_size=27, max_size=27).map(lambda tail: b"MSTO\x02" + tail))
+def test_any_header_bytes_give_a_header_within_limits_or_a_protocol_error(data: bytes) -> None:
+    """No bytes at all make unpack_header do anything else."""
+    try:
+        header = wire.unpack_header(data)
+    except errors.ProtocolError:
+        return
+    assert header.body_bytes <= wire.BODY_BYTES_MAX
+    assert header.bulk_bytes <= wire.BULK_BYTES_MAX
+
+
+@calm
+@given(st.integers(0, 35 * 8 - 1))
+def test_every_flipped_bit_of_header_or_body_is_noticed(bit: int) -> None:
+    """One flipped bit anywhere is a ProtocolError from the fields or from the crc (fault F21)."""
+    body = b"\x81\xa1a"
+    frame = bytearray(wire.pack_header(Kind.EVENT, 5, body, 7) + body)
+    frame[bit // 8] ^= 1 << bit % 8
+
+    def receive() -> None:
+        wire.unpack_header(frame[:32])
+        wire.check_crc(frame[:32], frame[32:])
+
+    with pytest.raises(errors.ProtocolError):
+        receive()
