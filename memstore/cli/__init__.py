@@ -33,7 +33,7 @@ class Verbs(click.Group):
     """A group that turns what went wrong into one clear line and an exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the verbs in the order a person needs them."""
+        """Return the verbs file by file, those of a cluster first."""
         return list(self.commands)
 
     def invoke(self, ctx: click.Context) -> Any:
