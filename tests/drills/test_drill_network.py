@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -16,14 +18,14 @@ from memstore.drills.model.catalogue import DRILLS
 from memstore.drills.model.options import Options
 from memstore.drills.model.promises import EMBEDDED, GOES_ON, NAMESPACES, REFUSED
 from memstore.drills.model.report import ERROR, PASS, Report
-from memstore.drills.ranks.rank_processes import from_wire, to_wire
-from memstore.drills.ranks.ranks import PutRow, Restored, collect
+from memstore.drills.ranks.ranks import collect
 from memstore.drills.run.runner import run_drill
 from memstore.drills.run.suite import Play, Suite
 from memstore.drills.sites import site_options
 from memstore.drills.sites.site_namespaces import NamespacesSite, namespaces_site
 from memstore.errors import ConfigError, DrillError
 from memstore.testing.clusters import namespaces
+from memstore.testing.ranks.rank import Restored, config_from
 
 NETWORK = [name for name, drill in DRILLS.items() if drill.runs_on == (NAMESPACES,)]
 NO_ROOT = "network namespaces need root"
@@ -74,13 +76,11 @@ def test_a_suite_without_root_skips_them_with_the_reason(no_root: None) -> None:
 
 
 def test_values_cross_to_a_rank_process_and_back() -> None:
-    """What ranks are sent and answer is the same on both ends of the pipe."""
-    for value in (
-        [PutRow(3, 0.5, "no room")], Config(replicas=3), (1, 2), None,
-        Restored(1, 4, "peer", "why", 8, 7, ("one",), (1, 2), {"peer": 8}, {"load": 0.1}),
-    ):  # fmt: skip
-        back = from_wire(json.loads(json.dumps(to_wire(value))))
-        assert back == (list(value) if isinstance(value, tuple) else value)
+    """What ranks answer is the same on both ends of the pipe, and so is a Config."""
+    found = Restored(1, 4, "peer", "why", 8, 7, ("one",), (1, 2), {"peer": 8}, {"load": 0.1})
+    assert msgspec.convert(json.loads(json.dumps(found.reply())), Restored) == found
+    config = Config(replicas=3, arena_dir="/dev/shm")
+    assert config_from(json.loads(json.dumps(asdict(config)))) == config
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from memstore.drills.model.catalogue import DRILLS
 from memstore.drills.model.options import DURABLE_EVERY, Options
 from memstore.drills.model.promises import EMBEDDED, FAMILIES, GOES_ON, PLACES, REFUSED, RESTART
 from memstore.drills.model.report import BROKEN, ERROR, PASS, PHASES, Report, verdict_line
-from memstore.drills.ranks.training import alter, compare, make_state
 from memstore.drills.run.runner import run_drill
 from memstore.drills.scenes.scenes import SCENES
 from memstore.drills.sites.site import EmbeddedSite
@@ -30,6 +29,7 @@ from memstore.shell.rank.admin_link import store_root
 from memstore.testing.clusters.embedded import EmbeddedCluster
 from memstore.testing.clusters.scratch_folder import scratch_folder
 from memstore.testing.clusters.store_name import racks
+from memstore.testing.ranks.states import alter, compare, make_state
 
 RANKS = 2  # on h2 and h3; starting a rank's process is what a drill takes longest for
 
@@ -211,21 +211,11 @@ def test_a_victim_that_lives_on_is_an_error(site: EmbeddedSite, monkeypatch: pyt
     assert "still run" in report.words
 
 
-def test_states_differ_by_seed_rank_and_step_and_repeat() -> None:
-    """The same (seed, rank, step) gives the same bytes; any other gives others."""
-    first = make_state(1, 2, 3, 4096)
-    equal, differences = compare(make_state(1, 2, 3, 4096), first)
-    assert not differences
-    assert equal > 4096
-    for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4)):
-        assert compare(make_state(*other, 4096), first)[1]
-
-
 def test_comparison_sees_one_bit_a_key_an_order_and_a_type() -> None:
     """Anything that is not the same in every byte, name, order and type differs."""
 
     def changed(change: str) -> dict[str, Any]:
-        state = make_state(1, 0, 0, 4096)
+        state = make_state(1, "train", 1, 0, 0, 4096)
         if change == "bit":
             alter(state)
         elif change == "key":
@@ -238,7 +228,7 @@ def test_comparison_sees_one_bit_a_key_an_order_and_a_type() -> None:
             state["empty"] = state["empty"].reshape(3, 0)
         return state
 
-    fresh = make_state(1, 0, 0, 4096)
+    fresh = make_state(1, "train", 1, 0, 0, 4096)
     assert not compare(changed(""), fresh)[1]
     for change in ("bit", "key", "order", "type", "shape"):
         assert compare(changed(change), fresh)[1], change

@@ -17,10 +17,12 @@ from typing import Any
 import msgspec
 
 from memstore.config import Config
-from memstore.drills.ranks.ranks import CALL_S, Restored, compared
+from memstore.drills.ranks.ranks import CALL_S
 from memstore.errors import MemstoreError
 from memstore.inplace import generation
 from memstore.shell.arena.lock import process_start_time
+from memstore.testing.ranks.rank import Restored, compared
+from memstore.testing.ranks.states import alter, make_state
 
 STEPS_MAX = 64
 PAUSE_S = 0.1  # after each step
@@ -171,7 +173,6 @@ class _Entry:
         import memstore
         from memstore.adapters.data import Batches, SampleOrder
         from memstore.drills.ranks.in_place_model import Samples, backward, build, step
-        from memstore.drills.ranks.training import make_state
         from memstore.inplace import reuse
 
         torch.set_num_threads(1)
@@ -185,7 +186,7 @@ class _Entry:
             trained = torch.full((STEPS_MAX, samples.global_batch), -1)
             state = {
                 "model": model, "optim": optimizer, "data": data, "trained": trained,
-                "filler": make_state(task.seed, rank, 0, task.nbytes),
+                "filler": make_state(task.seed, task.job, store.attempt, rank, 0, task.nbytes),
             }  # fmt: skip
             now = self._restore(store, state) + 1
             while self.gate.wait(now):
@@ -198,7 +199,7 @@ class _Entry:
                 step(model, optimizer, gradients)
                 trained[now] = torch.cat(batch)
                 self.note(TRAINED, step=now, loss=loss)
-                state["filler"] = make_state(task.seed, rank, now, task.nbytes)
+                state["filler"] = make_state(task.seed, task.job, store.attempt, rank, now, task.nbytes)
                 store.put(now, state)
                 time.sleep(PAUSE_S)
                 now += 1
@@ -231,8 +232,6 @@ class _Entry:
         return RankEnd(self.generation, history, self._compared(got, (self.rank + 1) % self.world_size))
 
     def _compared(self, got: Any, rank: int) -> Restored:
-        from memstore.drills.ranks.training import alter
-
         if self.task.is_altered:
             alter(got.state["filler"])
-        return compared(got, got.state["filler"], rank, self.task.seed, self.task.nbytes)
+        return compared(got, got.state["filler"], self.task.job, rank, self.task.seed, self.task.nbytes)

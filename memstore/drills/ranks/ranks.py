@@ -1,151 +1,30 @@
-"""The drill's ranks: Ray actors that put, get and compare. Each rank of each attempt is a process."""
+"""The drill's handles of ranks: a Ray actor or a forked process for each rank of each attempt.
+
+Both carry the commands of `memstore.testing.ranks.rank`, so that scenes and flows serve both. Forked ranks survive a
+network cut: Ray would kill the raylet of a host that is cut off, and its ranks with it, and the drill would prove
+something else.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import secrets
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from memstore.config import Config
 from memstore.errors import ConfigError, DrillError, MemstoreError
-from memstore.shell.arena.lock import process_start_time
+from memstore.testing.ranks.rank import RankProgram
+from memstore.testing.ranks.rank_process import RankFailed, RankNursery, RankProcess
 
 CALL_S = 120.0  # limit for a call to all ranks; on a busy machine the start of a worker process is part of it
-
-
-@dataclass(frozen=True)
-class Restored:
-    """The result of one rank's get, compared with a fresh state; or the error that it raised."""
-
-    rank: int
-    step: int | None = None
-    verdict: str = ""
-    reason: str = ""
-    nbytes: int = 0
-    bytes_equal: int = 0
-    differences: tuple[str, ...] = ()
-    ranks_moved: tuple[int, ...] = ()
-    bytes_by_tier: dict[str, int] = field(default_factory=dict)
-    seconds_by_phase: dict[str, float] = field(default_factory=dict)
-    error: str = ""
-    message: str = ""
-
-    @property
-    def problem(self) -> str:
-        """Return why this is not the whole right shard, as text; "" if every byte of it is equal."""
-        if self.error:
-            return self.message or self.error
-        if self.differences or not self.bytes_equal == self.nbytes > 0:
-            return "; ".join(self.differences[:2]) or f"{self.bytes_equal} of {self.nbytes} bytes are equal"
-        return ""
-
-
-def compared(got: Any, state: Any, rank: int, seed: int, nbytes: int) -> Restored:
-    """Compare a state, all or a part of what a get() returned, with the one made from (seed, rank, its step)."""
-    from memstore.drills.ranks.training import compare, make_state
-
-    fresh = make_state(seed, rank, got.step, nbytes)
-    equal, differences = compare(state, fresh)
-    whole, _ = compare(fresh, fresh)
-    return Restored(
-        rank, got.step, got.source, got.source_reason, whole, equal, tuple(differences), got.ranks_moved,
-        dict(got.bytes_by_tier), dict(got.seconds_by_phase),
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class PutRow:
-    """The result of one put, as the rank saw it."""
-
-    step: int
-    stall_s: float
-    error: str = ""
-
-
-class DrillRank:
-    """One rank in a Ray worker process; it can join attempts of different jobs, one after the other."""
-
-    def __init__(self) -> None:
-        import torch
-
-        torch.set_num_threads(1)
-        self.store: Any = None
-        self.seed = self.nbytes = 0
-
-    def who(self) -> tuple[int, int]:
-        """Return pid and start time of this process."""
-        return os.getpid(), process_start_time(os.getpid()) or 0
-
-    def join(
-        self, job: str, rank: int, world_size: int, key: str, config: Config, *, fresh: bool, seed: int, nbytes: int
-    ) -> int:
-        """Connect to the job; return the number of the attempt."""
-        import memstore
-
-        self.seed, self.nbytes = seed, nbytes
-        self.store = memstore.connect(job, rank=rank, world_size=world_size, attempt=key, config=config, fresh=fresh)
-        return int(self.store.attempt)
-
-    def put(self, first: int, last: int, pause_s: float = 0.0, mark: str = "") -> list[PutRow]:
-        """Put the states of the steps `first` to `last`, and wait `pause_s` after each; return a row for each.
-
-        The file `mark` holds the step while its put is under way, and is empty between two puts.
-        """
-        from memstore.drills.ranks.training import make_state
-
-        rows = []
-        for step in range(first, last + 1):
-            state = make_state(self.seed, self.store.rank, step, self.nbytes)
-            if mark:
-                Path(mark).write_text(str(step))
-            started_s = time.perf_counter()
-            try:
-                rows.append(PutRow(step, self.store.put(step, state).stall_s))
-            except MemstoreError as exc:
-                rows.append(PutRow(step, time.perf_counter() - started_s, f"{type(exc).__name__}: {exc}"))
-            if mark:
-                Path(mark).write_text("")
-            time.sleep(pause_s)
-        return rows
-
-    def wait(self, level: str, timeout_s: float) -> int:
-        """Wait until the newest put has reached a level, if it was not skipped; return the newest committed step."""
-        self.store.flush(level, timeout_s)
-        return int(self.store.latest_step())
-
-    def restore(self, timeout_s: float, *, is_altered: bool = False, **which: int) -> Restored:
-        """Call get(), and compare every byte with a fresh state made from (seed, rank, step).
-
-        `which` is empty for the restore of an attempt, or names the step and the rank to read beside training (R27).
-        """
-        from memstore.drills.ranks.training import alter
-
-        rank = which.get("rank", self.store.rank)
-        try:
-            got = self.store.get(timeout_s=timeout_s, **which)
-        except MemstoreError as exc:
-            return Restored(rank, error=type(exc).__name__, message=str(exc))
-        if got is None:
-            words = "get() returned None: the store says that the job has no history"
-            return Restored(rank, error="None", message=words)
-        if is_altered:
-            alter(got.state)
-        return compared(got, got.state, rank, self.seed, self.nbytes)
-
-    def leave(self) -> None:
-        """Close the store; after that the process can join another job."""
-        if self.store is not None:
-            self.store.close()
-            self.store = None
+ANSWER_S = 3 * CALL_S  # of a forked rank, above the time-out of every caller of `collect`
 
 
 @dataclass
@@ -157,13 +36,40 @@ class Rank:
     pid: int = 0
     start: int = 0
 
-    def call(self, name: str, *args: Any, **options: Any) -> Any:
-        """Begin a call of a method of `DrillRank`; return what `collect` takes."""
-        return getattr(self.actor, name).remote(*args, **options)
+    def call(self, do: str, **command: Any) -> Any:
+        """Begin a command of `RankProgram`; return what `collect` takes."""
+        return self.actor.answer.remote(do, command)
 
     def end(self) -> None:
         """Kill the process."""
         ray.kill(self.actor)
+
+
+@dataclass
+class ForkedRank(Rank):
+    """The drill's handle of one forked rank, whose calls run in order."""
+
+    def __post_init__(self) -> None:
+        self.process: RankProcess = self.actor
+        self._caller = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"drill-rank-{self.process.pid}")
+
+    def call(self, do: str, **command: Any) -> Future[Any]:
+        """Queue a command; return its Future."""
+        return self._caller.submit(self._call, do, command)
+
+    def _call(self, do: str, command: dict[str, Any]) -> dict[str, Any]:
+        try:
+            self.process.begin(do, **command)
+            return self.process.finish(ANSWER_S)
+        except RankFailed as failed:
+            raise (ConfigError if failed.error == "ConfigError" else DrillError)(str(failed)) from None
+        except (EOFError, ValueError) as exc:
+            raise ConnectionError(f"rank process {self.process.pid} is gone: {exc}") from exc
+
+    def end(self) -> None:
+        """Kill the process."""
+        self.process.kill()
+        self._caller.shutdown(cancel_futures=True)  # a call that is under way ends now, with the pipe
 
 
 class RankPool:
@@ -176,7 +82,7 @@ class RankPool:
         """Start a rank's process on a host; it may not run yet."""
         node = NodeAffinitySchedulingStrategy(nodes[host], soft=False)
         options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": node}
-        return Rank(ray.remote(DrillRank).options(**options).remote(), host)
+        return Rank(ray.remote(RankProgram).options(**options).remote(), host)
 
     def take(self, hosts: Sequence[str], nodes: dict[str, str]) -> list[Rank]:
         """Return one rank per entry of `hosts`, an idle one if there is one; `nodes` maps hosts to Ray nodes.
@@ -194,7 +100,7 @@ class RankPool:
                 new.append(rank)
             found.append(rank)
         for rank, who in zip(new, collect([r.call("who") for r in new], "start"), strict=True):
-            rank.pid, rank.start = who
+            rank.pid, rank.start = who["pid"], who["start"]
         return found
 
     def give_back(self, ranks: Sequence[Rank]) -> None:
@@ -209,6 +115,24 @@ class RankPool:
         """Kill every idle process."""
         kill_actors(self._idle)
         self._idle = []
+
+
+class ForkedPool(RankPool):
+    """A pool of forked ranks, each in the network namespace of its host."""
+
+    def __init__(self, nursery: RankNursery, namespace: Callable[[str], str]) -> None:
+        super().__init__()
+        self._nursery, self._namespace = nursery, namespace
+        self._launcher = secrets.token_hex(8)
+
+    def start(self, host: str, nodes: dict[str, str]) -> ForkedRank:
+        """Fork a rank in the namespace of a host."""
+        env = {"MEMSTORE_HOST": host, "TORCHELASTIC_RUN_ID": self._launcher}
+        return ForkedRank(self._nursery.start(0, env, namespace=self._namespace(host)), host)
+
+    def give_back(self, ranks: Sequence[Rank]) -> None:
+        """Kill the ranks; a new fork costs less than to keep a process and a thread."""
+        kill_actors(ranks)
 
 
 def kill_actors(ranks: Sequence[Rank]) -> None:
@@ -243,7 +167,7 @@ def collect(calls: Sequence[Any], what: str, timeout_s: float = CALL_S) -> list[
 
 
 def _collect_threads(calls: Sequence[Any], what: str, timeout_s: float) -> list[Any]:
-    """Return the results of calls to rank processes (`rank_processes.py`), each of which has a thread for its calls."""
+    """Return the results of calls to forked ranks, each of which has a thread for its calls."""
     deadline_s = time.monotonic() + timeout_s
     try:
         return [call.result(timeout=max(0.0, deadline_s - time.monotonic())) for call in calls]

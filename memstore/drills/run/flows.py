@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, cast
 from memstore.drills.model.promises import GOES_ON, IN_PLACE, REFUSED, RESTART
 from memstore.drills.model.report import Report
 from memstore.drills.ranks.in_place import LEFT, RESTORED, TRAINED
-from memstore.drills.ranks.ranks import Restored
 from memstore.drills.run.judgement import (
     judge_bytes,
     judge_refusal,
@@ -23,6 +22,7 @@ from memstore.drills.scenes.scene import Scene
 from memstore.drills.scenes.scenes_in_place import InPlaceScene
 from memstore.drills.sites.drill_context import DrillContext
 from memstore.errors import DrillError, MemstoreError
+from memstore.testing.ranks.rank import Restored
 
 if TYPE_CHECKING:
     from memstore.drills.sites.in_place_job import InPlaceJob

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from memstore.cli.output import size_text
 from memstore.drills.model.promises import REFUSED
-from memstore.drills.ranks.ranks import Restored
 from memstore.drills.sites.drill_context import DrillContext
+from memstore.testing.ranks.rank import Restored
 
 
 def record_restore(context: DrillContext, results: Sequence[Restored]) -> None:

@@ -13,11 +13,13 @@ from typing import Any, ClassVar
 
 from memstore.core.wire.replies import Status
 from memstore.core.wire.status_rows import AttemptStatus, HostRow
-from memstore.drills.ranks.ranks import PutRow, Rank, Restored, collect
+from memstore.drills.ranks.ranks import Rank
 from memstore.drills.sites.drill_context import DrillContext
+from memstore.drills.sites.scratch import put_rows
 from memstore.drills.sites.site import EmbeddedSite
 from memstore.errors import ConfigError, DrillError
 from memstore.testing.faults.processes import Process
+from memstore.testing.ranks.rank import Restored
 
 STALL_SLACK_S = 1.0  # above the stall budget: on a busy machine a put may return so much later
 COMMIT_PAUSE_S = 0.25
@@ -261,7 +263,7 @@ class Scene:
 
     def end_puts(self, calls: list[Any]) -> None:
         """Wait for the puts of `begin_puts`; require that each returned within its budget and raised nothing."""
-        rows: list[PutRow] = [row for rows in collect(calls, "puts during the outage") for row in rows]
+        rows = put_rows(calls, "puts during the outage")
         worst = max(rows, key=lambda row: row.stall_s)
         self.context.report.stall_s = round(worst.stall_s, 3)
         raised = [row for row in rows if row.error]

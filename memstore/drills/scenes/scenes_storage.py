@@ -14,9 +14,8 @@ from memstore.core.wire.calls import VerifyStore
 from memstore.core.wire.replies import Status, VerifyResult
 from memstore.drills.breaking.kept_up import SlowFileSystem
 from memstore.drills.breaking.mounts import check_full, make_ext4, mount, mount_tmpfs, unmount
-from memstore.drills.ranks.ranks import PutRow, collect
 from memstore.drills.scenes.scene import Scene
-from memstore.drills.sites.scratch import ScratchJob
+from memstore.drills.sites.scratch import ScratchJob, put_rows
 from memstore.errors import DrillError
 from memstore.testing.faults.processes import Process
 
@@ -341,8 +340,7 @@ class ArenaFull(Scene):
     def wait_for_effect(self) -> str:
         if self.greedy is None:
             raise DrillError("no second job was started")
-        calls = self.greedy.begin_puts(0, 0, 0.0)
-        rows: list[PutRow] = [row for mine in collect(calls, "first put of the second job") for row in mine]
+        rows = put_rows(self.greedy.begin_puts(0, 0, 0.0), "first put of the second job")
         refused = [row for row in rows if row.error.startswith("CapacityError")]
         if len(refused) != len(rows):
             raise DrillError(f"the second job was not refused on every rank: {[row.error for row in rows]}")

@@ -14,12 +14,13 @@ import ray
 
 from memstore.config import Config
 from memstore.drills.ranks.in_place import ENTERED, TRAINED, Gate, Note, RankEnd, Task, Training, notes, processes
-from memstore.drills.ranks.ranks import CALL_S, PutRow, Rank
+from memstore.drills.ranks.ranks import CALL_S, Rank
 from memstore.drills.sites.scratch import SETTLE_S, ScratchJob
 from memstore.drills.sites.site import Site
 from memstore.errors import DrillError, MemstoreError
 from memstore.inplace.ray_actors import InPlaceGroup
 from memstore.testing.faults.processes import Process, process_of
+from memstore.testing.ranks.rank import PutRow
 
 END_S = 240.0  # from the fault to the end of the training: some starts of processes, a leave, a verdict
 

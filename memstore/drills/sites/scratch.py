@@ -9,15 +9,19 @@ import contextlib
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from memstore.config import Config
 from memstore.core.wire.calls import RemoveJob
 from memstore.core.wire.status_rows import AttemptStatus
-from memstore.drills.ranks.ranks import CALL_S, PutRow, Rank, Restored, collect, kill_actors
+from memstore.drills.ranks.ranks import CALL_S, Rank, collect, kill_actors
 from memstore.drills.sites.site import Site
 from memstore.errors import DrillError, MemstoreError
+from memstore.testing.ranks.rank import PutRow, Restored
 
 RESTORE_S = 120.0
 SETTLE_S = 60.0  # limit for: all copies before the fault, notice of the fault, all copies after the restore
@@ -45,14 +49,15 @@ class ScratchJob:
 
     def join(self, *, fresh: bool) -> None:
         """Let all ranks open the next attempt."""
-        key, count = secrets.token_hex(8), len(self.ranks)
-        fields = {"fresh": fresh, "seed": self.seed, "nbytes": self.nbytes}
-        ranks = enumerate(self.ranks)
-        collect([r.call("join", self.name, i, count, key, self.config, **fields) for i, r in ranks], "connect")
+        fields = {
+            "job": self.name, "world_size": len(self.ranks), "attempt": secrets.token_hex(8), "fresh": fresh,
+            "config": asdict(self.config), "seed": self.seed, "nbytes": self.nbytes,
+        }  # fmt: skip
+        collect([r.call("connect", rank=i, **fields) for i, r in enumerate(self.ranks)], "connect")
 
-    def all(self, name: str, *args: Any, **options: Any) -> list[Any]:
-        """Begin a call of a method on all ranks; return the calls for `collect`."""
-        return [r.call(name, *args, **options) for r in self.ranks]
+    def all(self, do: str, **command: Any) -> list[Any]:
+        """Begin a command of all ranks; return the calls for `collect`."""
+        return [r.call(do, **command) for r in self.ranks]
 
     def restand(self, host: str) -> None:
         """Replace the next attempt's processes on a host that died and is back."""
@@ -69,8 +74,7 @@ class ScratchJob:
 
     def put(self, first: int, last: int, what: str = "put") -> list[PutRow]:
         """Let all ranks put the steps `first` to `last`; raise DrillError if one of the puts raised."""
-        calls = self.all("put", first, last)
-        rows: list[PutRow] = [row for mine in collect(calls, what) for row in mine]
+        rows = put_rows(self.all("puts", first=first, last=last), what)
         errors = [row.error for row in rows if row.error]
         if errors:
             raise DrillError(f"{what}: a put raised {errors[0]}")
@@ -84,40 +88,40 @@ class ScratchJob:
 
     def leave(self, timeout_s: float = CALL_S) -> None:
         """Let all ranks leave the job; their processes can join again."""
-        collect(self.all("leave"), "leave", timeout_s)
+        collect(self.all("close"), "leave", timeout_s)
 
     def begin_puts(self, first: int, last: int, pause_s: float, marks: Mapping[int, str] | None = None) -> list[Any]:
-        """Start puts of all ranks, with `pause_s` after each; return their calls for `collect`.
+        """Start puts of all ranks, with `pause_s` after each; return their calls for `put_rows`.
 
         `marks` names by rank the file in which the rank marks that a put is under way.
         """
         found = marks or {}
-        return [r.call("put", first, last, pause_s, found.get(i, "")) for i, r in enumerate(self.ranks)]
+        fields = {"first": first, "last": last, "pause_s": pause_s}
+        return [r.call("puts", mark=found.get(i, ""), **fields) for i, r in enumerate(self.ranks)]
 
     def wait(self, level: str, what: str) -> None:
         """Wait until the newest put of every rank has reached a level."""
-        collect(self.all("wait", level, SETTLE_S), what)
+        collect(self.all("flush", level=level, timeout_s=SETTLE_S), what)
 
     def restore(self, *, is_altered: bool = False, meanwhile: Callable[[], None] | None = None) -> list[Restored]:
         """Let all ranks get and compare. `meanwhile` is called when all ranks but the last have called get()."""
         *first, last = self.ranks
-        calls = [r.call("restore", RESTORE_S, is_altered=is_altered) for r in first]
+        fields = {"timeout_s": RESTORE_S, "is_altered": is_altered}
+        calls = [r.call("restore", **fields) for r in first]
         if meanwhile is not None:
             self.site.wait_for("the round of the get to open", lambda: self.newest().is_restoring)
             meanwhile()
-        calls.append(last.call("restore", RESTORE_S, is_altered=is_altered))
-        results: list[Restored] = collect(calls, "get", RESTORE_S + CALL_S)
-        return results
+        calls.append(last.call("restore", **fields))
+        return msgspec.convert(collect(calls, "get", RESTORE_S + CALL_S), list[Restored])
 
     def read(self, step: int, shift: int, *, is_altered: bool = False) -> list[Restored]:
         """Let every rank i read and compare the shard of rank i + `shift`, while training goes on (R27)."""
         count = len(self.ranks)
         calls = [
-            r.call("restore", RESTORE_S, is_altered=is_altered, step=step, rank=(i + shift) % count)
+            r.call("restore", timeout_s=RESTORE_S, is_altered=is_altered, step=step, rank=(i + shift) % count)
             for i, r in enumerate(self.ranks)
         ]
-        results: list[Restored] = collect(calls, "read", RESTORE_S + CALL_S)
-        return results
+        return msgspec.convert(collect(calls, "read", RESTORE_S + CALL_S), list[Restored])
 
     # -- what the store says ------------------------------------------------------------------
 
@@ -171,3 +175,8 @@ class ScratchJob:
         except MemstoreError:
             kill_actors(self.ranks)
         self.ranks, self.spares = [], []
+
+
+def put_rows(calls: Sequence[Any], what: str) -> list[PutRow]:
+    """Return the rows of puts that all ranks made."""
+    return msgspec.convert([row for mine in collect(calls, what) for row in mine["rows"]], list[PutRow])

@@ -20,8 +20,7 @@ from memstore.config import MIB, Config
 from memstore.core.cluster.facts import StepCommitted
 from memstore.core.journal.records import entry_from_record
 from memstore.drills.breaking import faults
-from memstore.drills.ranks.rank_processes import ProcessPool
-from memstore.drills.ranks.ranks import Rank
+from memstore.drills.ranks.ranks import ForkedPool, Rank
 from memstore.drills.sites.site import Site
 from memstore.errors import DrillError
 from memstore.shell.arena.journal_file import JOURNAL_NAME, read_records
@@ -29,7 +28,7 @@ from memstore.testing.clusters.namespaces import NamespaceRig, enter
 from memstore.testing.clusters.processes import ProcessCluster, kill
 from memstore.testing.clusters.store_name import racks
 from memstore.testing.faults.fault_proxy import FaultProxy
-from memstore.testing.ranks.rank_process import RankNursery
+from memstore.testing.ranks.rank_process import LOG_VARIABLE, RankNursery
 
 VIA, HEAD, SPARE = "via", "head", "spare"
 CHUNK_BYTES = MIB // 4
@@ -46,7 +45,7 @@ class NamespacesSite(Site):
     def __init__(self, cluster: ProcessCluster, rig: NamespaceRig, nursery: RankNursery) -> None:
         self.config: Config = cluster.config
         self.cluster, self.rig = cluster, rig
-        self.pool = ProcessPool(nursery, rig.namespace)
+        self.pool = ForkedPool(nursery, rig.namespace)
         self.unreachable_hosts: set[str] = set()
         self.controller_host, self.spare_host = HEAD, SPARE
         self.old_controller: Any = None  # its process, once another controller has taken over
@@ -210,7 +209,8 @@ def namespaces_site(hosts_count: int, *, arena_bytes: int) -> Iterator[Namespace
     labels = racks(hosts_count) | {VIA: {"rack": "r2"}}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="memstore-drill-")))
-        nursery = stack.enter_context(RankNursery("memstore.drills.ranks.rank_processes"))
+        nursery = stack.enter_context(RankNursery())
+        nursery.env[LOG_VARIABLE] = str(folder / "ranks.log")  # faults make a rank's link log warnings
         rig = stack.enter_context(NamespaceRig([*labels, HEAD, SPARE]))
         cluster = ProcessCluster(
             folder, labels, arena_bytes=arena_bytes, rig=rig, controller_host=HEAD, proxied=[VIA],

@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(filename=options.folder / "nemesis.log", level=logging.WARNING)  # of this process's questions
     os.environ[leaks.RUN_VARIABLE] = run
     os.environ.pop("RAY_ADDRESS", None)
-    with RankNursery("memstore.testing.nemesis.rank_process") as nursery, LoadMeter() as meter:
+    with RankNursery() as nursery, LoadMeter() as meter:
         while True:
             round_seed = options.round_seed if options.round_seed is not None else rng.getrandbits(32)
             broken += _play(options, round_seed, nursery, meter, run, part)

@@ -41,7 +41,7 @@ class RestoreCheck:
         first = got[0]
         found: Step | None = None if first["step"] is None else (int(first["attempt"]), int(first["step"]))
         self.story.log(
-            f"restored {found} in {ended_s - began_s:.2f} s: {first.get('why', 'no history')}"
+            f"restored {found} in {ended_s - began_s:.2f} s: {first.get('reason') or 'no history'}"
             f" (newest commit {self.ledger.newest_commit()}, demanded {demanded})"
         )
         self.check_step(found, demanded)
@@ -87,22 +87,22 @@ class RestoreCheck:
 
 
 def check_put(
-    scenario: Scenario, story: Story, meter: LoadMeter, paused_s: Sequence[Sequence[float]], rank: int, step: int,
-    reply: dict[str, Any],
+    scenario: Scenario, story: Story, meter: LoadMeter, paused_s: Sequence[Sequence[float]], rank: int,
+    row: dict[str, Any],
 ) -> None:  # fmt: skip
     """Check that a put did not raise, and blocked no longer than its budget and what the machine overslept."""
     story.add("puts")
-    if reply["raised"]:
-        kind = "first-put-raised" if reply["is_first"] else "put-raised"
-        story.violate(kind, f"rank {rank} step {step}: {reply['raised']}")
+    step, stall_s, began_s, ended_s = row["step"], row["stall_s"], row["began_s"], row["ended_s"]
+    if row["error"]:
+        kind = "first-put-raised" if row["is_first"] else "put-raised"
+        story.violate(kind, f"rank {rank} step {step}: {row['error']}")
         return
-    began_s, ended_s = float(reply["began_s"]), float(reply["ended_s"])
-    bound_s = stall_bound_s(scenario.stall_budget_s, meter.late_s(began_s, ended_s), is_first=reply["is_first"])
+    bound_s = stall_bound_s(scenario.stall_budget_s, meter.late_s(began_s, ended_s), is_first=row["is_first"])
     bound_s += sum(max(0.0, min(ended_s, to) - max(began_s, since)) for since, to in paused_s)
-    if float(reply["stall_s"]) > bound_s:
+    if stall_s > bound_s:
         story.violate(
             "stall",
-            f"rank {rank} step {step} blocked for {reply['stall_s']:.2f} s; bound {bound_s:.2f} s, machine late by "
+            f"rank {rank} step {step} blocked for {stall_s:.2f} s; bound {bound_s:.2f} s, machine late by "
             f"{meter.late_s(began_s, ended_s):.2f} s in {ended_s - began_s:.2f} s",
         )
 
@@ -115,7 +115,7 @@ def stall_bound_s(budget_s: float, late_s: float, *, is_first: bool) -> float:
 def check_read(rows: Sequence[dict[str, Any]], story: Story, where: str) -> None:
     """Check the bytes that a reader got; while faults go on it may be refused."""
     for row in rows:
-        if "error" in row:
+        if row.get("error"):
             story.add("reads_refused")
             story.log(f"reader on {where}: rank {row['rank']}: {row['error'][:300]}")
             continue

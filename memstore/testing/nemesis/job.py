@@ -173,7 +173,7 @@ class Job(threading.Thread):
         self.story.fault("step_clock", f"rank {rank} has a clock {shift_s:+g} s")
         return {CLOCK_VARIABLE: str(shift_s)}
 
-    def _all(self, do: str, timeout_s: float, **command: Any) -> list[dict[str, Any] | RankFailed]:
+    def _all(self, do: str, reply_s: float, **command: Any) -> list[dict[str, Any] | RankFailed]:
         """Send all ranks one command; JobEnded if one is gone, or the round ends the launch.
 
         A rank that puts does not know that another is gone, so all others put the step as well. A first put waits for
@@ -190,8 +190,8 @@ class Job(threading.Thread):
                 gone = f"rank {rank.rank} was gone before {do}"
         replies: dict[int, dict[str, Any] | RankFailed] = {}
         alone_s = self.scenario.notice_s + self.scenario.stall_budget_s
-        until_s = time.monotonic() + (alone_s if gone else timeout_s)
-        while begun and (not gone or do == "put"):  # in any order, because the rank that others wait for may be gone
+        until_s = time.monotonic() + (alone_s if gone else reply_s)
+        while begun and (not gone or do == "puts"):  # in any order, because the rank that others wait for may be gone
             channels = [rank.channel for rank in begun]
             ready, _, _ = select.select(channels, [], [], max(0.0, until_s - time.monotonic()))
             if not ready and gone:
@@ -199,7 +199,7 @@ class Job(threading.Thread):
             if not ready:
                 if not self._held.is_set():
                     names = ", ".join(str(rank.rank) for rank in begun)
-                    self.story.violate("hang", f"ranks {names} did not answer {do!r} within {timeout_s:g} s")
+                    self.story.violate("hang", f"ranks {names} did not answer {do!r} within {reply_s:g} s")
                 raise JobEnded(f"rank {begun[0].rank} hangs in {do}")
             for rank in [rank for rank in begun if rank.channel in ready]:
                 begun.remove(rank)
@@ -221,7 +221,7 @@ class Job(threading.Thread):
         key = f"launch-{self.lives_count}" if self.scenario.has_key else None
         replies = self._all(
             "connect", REPLY_S, job=JOB, world_size=self.scenario.world_size, config=config, seed=self.scenario.seed,
-            kib=self.scenario.kib, key=key,
+            nbytes=self.scenario.kib << 10, attempt=key,
         )  # fmt: skip
         failed = [reply for reply in replies if isinstance(reply, RankFailed)]
         if failed:
@@ -232,7 +232,7 @@ class Job(threading.Thread):
     def _restore(self) -> int:
         """Get on all ranks and judge the replies; return the step to go on with."""
         began_s = time.monotonic()
-        replies = self._all("get", REPLY_S, limit_s=GET_S)
+        replies = self._all("get", REPLY_S, timeout_s=GET_S)
         failed = [reply for reply in replies if isinstance(reply, RankFailed)]
         got = [reply for reply in replies if isinstance(reply, dict)]
         self.restores.judge(self.attempt, got, failed, began_s, time.monotonic(), self.place)
@@ -244,14 +244,15 @@ class Job(threading.Thread):
         now_s = time.monotonic()
         for process in self.ranks:
             self.ledger.began_put(self.attempt, step, process.rank, now_s)
-        for rank, reply in enumerate(self._all("put", REPLY_S, step=step)):
+        for rank, reply in enumerate(self._all("puts", REPLY_S, first=step, last=step)):
             if isinstance(reply, RankFailed):
                 self.story.violate("rank-failed", f"rank {rank} step {step}: {reply}")
                 raise JobEnded(f"put failed: {reply}")
             self._take_levels(reply["levels"])
-            check_put(self.scenario, self.story, self.meter, self.paused_s, rank, step, reply)
-            if reply["raised"]:
-                raise JobEnded(f"put raised on rank {rank}: {reply['raised']}")
+            row = reply["rows"][0]
+            check_put(self.scenario, self.story, self.meter, self.paused_s, rank, row)
+            if row["error"]:
+                raise JobEnded(f"put raised on rank {rank}: {row['error']}")
 
     def _log_skip(self, step: int, level: str, reason: str) -> None:
         """Add a line about skipped steps to the story: one for each reason until the next commit."""

@@ -20,13 +20,12 @@ from memstore.testing.nemesis.job import JOB, Job
 from memstore.testing.nemesis.ledger import Ledger
 from memstore.testing.nemesis.load_meter import LoadMeter
 from memstore.testing.nemesis.observer import Observer, incomplete
-from memstore.testing.nemesis.rank_process import LOG_VARIABLE
 from memstore.testing.nemesis.ray_hosts import RayHosts
 from memstore.testing.nemesis.reading import Reading
 from memstore.testing.nemesis.schedule import Scenario
 from memstore.testing.nemesis.storage import Storage
 from memstore.testing.nemesis.story import Story
-from memstore.testing.ranks.rank_process import RankNursery
+from memstore.testing.ranks.rank_process import LOG_VARIABLE, RankNursery
 
 ARENA_BYTES = 192 << 20
 TICK_S = 0.02

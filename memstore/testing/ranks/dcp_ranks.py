@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import socket
 import sys
 import warnings
 from collections.abc import Sequence
@@ -17,17 +16,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict  # ranks need it, and it is imported before the first fork
 import torch.distributed.fsdp
-import torch.distributed.tensor.parallel
+import torch.distributed.tensor.parallel  # noqa: F401
 from torch.distributed.checkpoint.api import CheckpointException
 
 from memstore.testing.clusters.processes import ProcessCluster
 from memstore.testing.ranks.fleet import Fleet
-from memstore.testing.ranks.rank_process import Rank, RankFailed, RankNursery, RankProcess, nursery_main
+from memstore.testing.ranks.rank import RankProgram
+from memstore.testing.ranks.rank_process import RankFailed, RankNursery, RankProcess, nursery_main
 
 REPLY_S = 150.0
 GROUP_S = 120.0
@@ -92,15 +91,11 @@ def outcomes(
     return found
 
 
-class DcpRank(Rank):
+class DcpRank(RankProgram):
     """The rank's end of the commands."""
 
     program: ModuleType
     rank: int
-
-    def __init__(self, channel: socket.socket) -> None:
-        super().__init__(channel)
-        torch.set_num_threads(1)
 
     def do_group(self, rank: int, world_size: int, file: str, program: str) -> dict[str, Any]:
         """Join the process group of the launch."""

@@ -1,56 +1,26 @@
 """Ranks that are real processes, so that a test can kill or freeze one at an exact point.
 
 A `RankNursery` is one process that has imported torch; it forks a rank in milliseconds. Test and rank talk in JSON
-lines over a socket pair: one command, one reply. A put with `hold=True` stops after half of its bytes, reports that,
-and goes on when asked, so that a test can find a rank in mid-copy without a clock.
-
-The state is made from (seed, rank, step) with numpy alone. `state_digest` makes the same bytes in the test without the
-store, so a restored state is compared with something that the store never saw.
+lines over a socket pair: one command of `rank.py`, one reply. A put with `hold=True` stops after half of its bytes,
+reports that, and goes on when asked, so that a test can find a rank in mid-copy without a clock.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
+import logging
 import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from memstore.testing.clusters.nursery import REPLY_S, Nursery, fork_children
+from memstore.testing.clusters.stepped_clock import CLOCK_VARIABLE, shift_clock
 
-STEP_S = 0.02  # duration of a training step: without it a loop of skipped puts would end at once
-
-
-def arrays(seed: int, rank: int, step: int, kib: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the arrays of one rank's state at one step; most of it changes with every step, one part never."""
-    moving = np.random.default_rng((seed, rank, step))
-    fixed = np.random.default_rng((seed, 1 << 20))
-    return {
-        "weights": moving.standard_normal((kib, 96), np.float32),
-        "frozen": fixed.standard_normal((kib, 32), np.float32),
-        "bias": moving.integers(-100, 100, 17, np.int64),
-    }
-
-
-def digest(named: Mapping[str, Any], step: int) -> str:
-    """Return one digest of a state's arrays and its step."""
-    whole = hashlib.sha256(f"step {step}".encode())
-    for name in sorted(named):
-        whole.update(f"{name} {named[name].dtype} {named[name].shape}".encode())
-        whole.update(np.ascontiguousarray(named[name]).tobytes())
-    return whole.hexdigest()
-
-
-def state_digest(rank: int, step: int, *, seed: int = 1, kib: int = 256) -> str:
-    """Return the digest of a rank's state at a step, made from seed, rank and step."""
-    return digest(arrays(seed, rank, step, kib), step)
+LOG_VARIABLE = "MEMSTORE_RANK_LOG"  # the file into which a rank prints and logs
 
 
 class RankFailed(AssertionError):
@@ -175,191 +145,40 @@ class RankNursery(Nursery):
 # -- the rank's side ------------------------------------------------------------------------------
 
 
-class CommandedRank:
-    """A rank that carries out commands; `do_connect` carries out the command "connect"."""
+def serve(channel: socket.socket, make: Callable[[], Any]) -> None:
+    """Make a rank, and carry out commands until the other end hangs up."""
+    if log := os.environ.get(LOG_VARIABLE):
+        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
+        os.close(fd)
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s", stream=sys.stderr)
+    shift_clock(float(os.environ.get(CLOCK_VARIABLE, "0")))
+    program, lines = make(), channel.makefile("rb")
 
-    def __init__(self, channel: socket.socket) -> None:
-        self.lines = channel.makefile("rb")
-        self.channel = channel
-        self.store: Any = None
-        self.tickets: dict[int, Any] = {}
+    def say(reply: dict[str, Any]) -> None:
+        channel.sendall(json.dumps(reply).encode() + b"\n")
 
-    def run(self) -> None:
-        """Answer commands until the other end hangs up."""
-        for line in self.lines:
-            try:
-                reply = {"ok": True, **self.answer(json.loads(line))}
-            except Exception as exc:
-                reply = {"ok": False, "error": type(exc).__name__, "message": str(exc)}
-            self.say(reply)
-
-    def answer(self, command: dict[str, Any]) -> dict[str, Any]:
-        """Carry out one command and return its reply."""
-        reply: dict[str, Any] = getattr(self, "do_" + command.pop("do"))(**command)
-        return reply
-
-    def say(self, reply: dict[str, Any]) -> None:
-        """Send one line to the other end."""
-        self.channel.sendall(json.dumps(reply).encode() + b"\n")
-
-    def do_close(self) -> dict[str, Any]:
-        """Leave the job."""
-        self.store.close()
-        return {}
-
-
-def config_from(carried: Mapping[str, Any]) -> Any:
-    """Return the Config of which JSON has carried the fields; its lists were tuples."""
-    from memstore.config import Config
-
-    fields: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in carried.items()}
-    return Config(**fields)
-
-
-class Rank(CommandedRank):
-    """A rank that carries out the commands of one test."""
-
-    def __init__(self, channel: socket.socket) -> None:
-        super().__init__(channel)
-        self.seed, self.kib = 1, 256
-
-    def do_connect(
-        self, job: str, rank: int, world_size: int, config: dict[str, Any], seed: int = 1, kib: int = 256,
-        **options: Any,
-    ) -> dict[str, Any]:  # fmt: skip
-        """Join a job."""
-        from memstore.client.connect import connect
-
-        self.seed, self.kib = seed, kib
-        self.store = connect(job, rank=rank, world_size=world_size, config=config_from(config), **options)
-        return {"attempt": self.store.attempt}
-
-    def state(self, step: int) -> dict[str, Any]:
-        """Return the state of this rank at a step."""
-        import torch
-
-        made = arrays(self.seed, self.store.rank, abs(step), self.kib)
-        return {"model": {name: torch.from_numpy(value) for name, value in made.items()}, "step": step}
-
-    def do_put(self, step: int, hold: bool = False, extra: str = "", kib: int = 0, **options: Any) -> dict[str, Any]:
-        """Put a step; `hold` stops in mid-copy, `extra="unsupported"` adds an object that no codec takes."""
-        import memstore.client.put
-
-        module: Any = memstore.client.put
-        self.kib = kib or self.kib
-        state = self.state(step)
-        if extra == "unsupported":
-            state["hook"] = {"callback": object()}
-        real = module.copy_into
-        if hold:
-            module.copy_into = self._held_copy
-        try:
-            ticket = self.store.put(step, state, **options)
-        finally:
-            module.copy_into = real
-        self.tickets[step] = ticket
-        return self._ticket(ticket)
-
-    def _held_copy(self, plan: Any, views: Any, *rest: Any) -> list[bytes] | None:
-        """Fill half of the slots as a torn copy does, wait for the test, then copy in full."""
-        from memstore.shell.codec.encode import copy_into
-
-        for view in views[: len(views) // 2]:
-            view[:] = b"\xee" * len(view)
-        self.say({"ok": True, "at": "mid-copy", "slots": len(views)})
-        if not self.lines.readline():
+    def stop(reply: dict[str, Any]) -> None:
+        say({"ok": True, **reply})
+        if not lines.readline():
             os._exit(1)
-        return copy_into(plan, views, *rest)
 
-    def do_due(self, step: int) -> dict[str, Any]:
-        """Say whether to put a step."""
-        return {"due": self.store.should_put(step)}
-
-    def do_wait(self, step: int, level: str = "committed", timeout_s: float = 30.0) -> dict[str, Any]:
-        """Wait for a ticket's level."""
-        return self._ticket(self.tickets[step].wait(level, timeout_s))
-
-    def do_settle(self, step: int, timeout_s: float) -> dict[str, Any]:
-        """Wait for the commit of a step, and go on if it does not come."""
-        from memstore.errors import CommitError
-
+    program.stop = stop
+    for line in lines:
+        command = json.loads(line)
         try:
-            self.tickets[step].wait("committed", timeout_s)
-        except CommitError:
-            time.sleep(STEP_S)
-        except TimeoutError:
-            pass  # the ticket below says how far it came
-        return self._ticket(self.tickets[step])
-
-    def do_train(self, first: int, last: int, timeout_s: float = 30.0) -> dict[str, Any]:
-        """Put the steps and wait for the commit of the last one."""
-        for step in range(first, last + 1):
-            self.do_put(step, timeout_s=timeout_s)
-        return self.do_wait(last, timeout_s=timeout_s)
-
-    def do_ticket(self, step: int) -> dict[str, Any]:
-        """Return the ticket of a step as it is now."""
-        return self._ticket(self.tickets[step])
-
-    def _ticket(self, ticket: Any) -> dict[str, Any]:
-        return {
-            "step": ticket.step, "level": ticket.level, "degraded": ticket.degraded, "reason": ticket.reason,
-            "stall_s": ticket.stall_s, "nbytes": ticket.nbytes,
-        }  # fmt: skip
-
-    def do_get(self, into: str = "", **options: Any) -> dict[str, Any]:
-        """Get a state; `into` is "" for none, "same" for a state that fits, "other" for one that does not."""
-        target = None
-        if into:
-            import torch
-
-            target = self.state(0)
-            for tensor in target["model"].values():
-                tensor.zero_()
-            if into == "other":
-                target["model"]["bias"] = torch.zeros(3)
-        try:
-            got = self.store.get(into=target, **options)
+            say({"ok": True, **program.answer(command.pop("do"), command)})
         except Exception as exc:
-            if target is not None and any(bool(t.any()) for t in target["model"].values()):
-                raise AssertionError(f"into= was written although get raised {exc!r}") from exc
-            raise
-        if got is None:
-            return {"step": None}
-        state = got.state if target is None else target
-        named = {name: tensor.numpy() for name, tensor in state["model"].items()}
-        return {
-            "step": got.step, "attempt": got.attempt, "verdict": got.source, "reason": got.source_reason,
-            "bytes": got.bytes_by_tier, "steps_lost": got.steps_lost, "ranks_moved": list(got.ranks_moved),
-            "digest": digest(named, int(got.state["step"])), "seconds": got.seconds_by_phase,
-        }  # fmt: skip
-
-    def do_steps(self) -> dict[str, Any]:
-        """Return the steps that the store knows."""
-        return {"steps": [[s.attempt, s.step, s.committed, s.degraded, s.durable] for s in self.store.steps()]}
-
-    def do_rewind(self, step: int, attempt: int | None = None) -> dict[str, Any]:
-        """Go back to a step."""
-        self.store.rewind(step, attempt=attempt)
-        return {"attempt": self.store.attempt}
-
-    def do_pin(self, step: int, name: str) -> dict[str, Any]:
-        """Pin a step."""
-        self.store.pin(step, name)
-        return {}
-
-    def do_unpin(self, name: str) -> dict[str, Any]:
-        """Take a pin back."""
-        self.store.unpin(name)
-        return {}
+            say({"ok": False, "error": type(exc).__name__, "message": str(exc)})
 
 
-def nursery_main(serve: Callable[[socket.socket], CommandedRank]) -> None:
-    """Import what every rank needs, then fork a rank for every request."""
-    import memstore.client.connect  # noqa: F401
-
-    fork_children(int(sys.argv[1]), lambda channel: serve(channel).run())
+def nursery_main(make: Callable[[], Any]) -> None:
+    """Fork a rank for every request; what it needs is imported by now."""
+    fork_children(int(sys.argv[1]), lambda channel: serve(channel, make))
 
 
 if __name__ == "__main__":
-    nursery_main(Rank)
+    from memstore.testing.ranks.rank import RankProgram
+
+    nursery_main(RankProgram)

@@ -16,7 +16,8 @@ from memstore.errors import CapacityError, ConfigError
 from memstore.shell.rank.admin_link import Tool
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.ranks.fleet import Fleet
-from memstore.testing.ranks.rank_process import RankFailed, RankNursery, RankProcess, digest, state_digest, together
+from memstore.testing.ranks.rank_process import RankFailed, RankNursery, RankProcess, together
+from memstore.testing.ranks.states import compare, make_state
 
 HOSTS = {"h0": {"memstore": "replica"}, "h1": {"memstore": "replica"}}
 TWO = ["h0", "h1"]
@@ -61,8 +62,7 @@ def read(cluster: ProcessCluster, job: str, step: int, kib: int, size: int = 2) 
     with Reader(job, Tool(cluster.arena("h1")), cluster.config) as reader:
         for rank in range(size):
             got = reader.get(step, rank=rank)
-            named = {name: tensor.numpy() for name, tensor in got.state["model"].items()}
-            if digest(named, got.state["step"]) != state_digest(rank, step, kib=kib):
+            if compare(got.state, make_state(1, job, 1, rank, step, kib * 512))[1]:
                 return False
     return True
 

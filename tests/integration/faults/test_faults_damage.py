@@ -11,14 +11,16 @@ from cli_store import run_remedies
 from memstore.core.wire.calls import VerifyStore
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.ranks.fleet import Fleet
-from memstore.testing.ranks.rank_process import RankNursery, arrays, fail_together, together
+from memstore.testing.ranks.rank_process import RankNursery, fail_together, together
+from memstore.testing.ranks.states import make_state, tensor_bytes
 
 TWO_RACKS = {"h0": {"rack": "r0", "memstore": "replica"}, "h1": {"rack": "r1", "memstore": "replica"}}
 
 
 def corrupt(cluster: ProcessCluster, host: str, rank: int, step: int) -> None:
     """Flip one byte of what a rank put at a step, in the arena of a host."""
-    wanted = arrays(1, rank, step, 256)["weights"].tobytes()[4096:4160]
+    made = make_state(1, "train", 1, rank, step, 128 << 10)
+    wanted = tensor_bytes(made["model"]["weights"]).tobytes()[4096:4160]
     with (cluster.arena(host) / "arena").open("r+b") as file, mmap.mmap(file.fileno(), 0) as view:
         at = view.find(wanted)
         if at < 0:
@@ -66,7 +68,7 @@ def test_a_damaged_chunk_is_never_served(tmp_path: Path, nursery: RankNursery) -
         corrupt(cluster, "h0", rank=0, step=2)
         _, got = fleet.resume(["h0", "h1"])
         assert got["step"] == 2
-        assert 0 < got["bytes"]["peer"] < got["bytes"]["local"]
+        assert 0 < got["bytes_by_tier"]["peer"] < got["bytes_by_tier"]["local"]
 
 
 @pytest.mark.parametrize("keep_steps", [1, 2])

@@ -39,7 +39,7 @@ def test_all_memory_lost_is_restored_from_durable_storage(tmp_path: Path, nurser
         cluster.wait_live("h0", "h1")
         ranks, got = fleet.resume(["h0", "h1"])
         assert (got["step"], got["verdict"]) == (0, "durable")
-        assert got["bytes"]["peer"] == got["bytes"]["local"] == 0
+        assert got["bytes_by_tier"]["peer"] == got["bytes_by_tier"]["local"] == 0
         together(ranks, "train", first=1, last=2)
 
 

@@ -29,8 +29,8 @@ def test_a_lost_host_is_restored_from_its_peer(tmp_path: Path, nursery: RankNurs
         cluster.wait_live("h2")
         ranks, got = fleet.resume(["h0", "h2"])
         assert (got["step"], got["verdict"], got["steps_lost"]) == (3, "peer", 0)
-        assert got["bytes"]["peer"] > 0
-        assert got["bytes"]["durable"] == 0
+        assert got["bytes_by_tier"]["peer"] > 0
+        assert got["bytes_by_tier"]["durable"] == 0
         assert not together(ranks, "train", first=4, last=6)[0]["degraded"]
 
 
@@ -45,7 +45,7 @@ def test_scattered_ranks_of_a_lost_host_come_back_from_two(tmp_path: Path, nurse
         ranks, got = fleet.resume(["h1", "h1", "h2", "h3"])
         assert (got["step"], got["verdict"], got["steps_lost"]) == (2, "peer", 0)
         assert got["ranks_moved"] == [0, 1]
-        assert got["bytes"]["peer"] > 0
+        assert got["bytes_by_tier"]["peer"] > 0
         assert not together(ranks, "train", first=3, last=5)[0]["degraded"]
 
 
@@ -67,7 +67,7 @@ def test_losing_replicas_less_one_hosts_costs_nothing(
         _, got = fleet.resume([left[i % len(left)] for i in range(hosts_count)])
         assert (got["step"], got["steps_lost"]) == (1, 0)
         assert got["verdict"] in ("local", "peer", "mixed")
-        assert got["bytes"]["durable"] == 0
+        assert got["bytes_by_tier"]["durable"] == 0
 
 
 def test_a_lone_copy_that_is_lost_is_refused_by_name(tmp_path: Path, nursery: RankNursery) -> None:

@@ -39,7 +39,7 @@ def test_the_newest_step_waits_for_a_host_that_comes_up_late(tmp_path: Path, nur
         got = [rank.finish() for rank in ranks]
         fleet.check(got)
         assert (got[0]["step"], got[0]["steps_lost"]) == (5, 0)
-        assert got[0]["bytes"]["durable"] == 0
+        assert got[0]["bytes_by_tier"]["durable"] == 0
         together(ranks, "train", first=6, last=7)
 
 

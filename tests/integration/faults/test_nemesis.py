@@ -8,19 +8,19 @@ import random
 import resource
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
 from repository import ROOT
 
 from memstore.core.wire.status_rows import AttemptStatus
 from memstore.testing.faults.catalogue import Fault, played_by
 from memstore.testing.fuzz.message_samples import blank
-from memstore.testing.nemesis import oracle
 from memstore.testing.nemesis.checks import RestoreCheck, check_put, check_read, stall_bound_s
 from memstore.testing.nemesis.faults import ProcessFaults
 from memstore.testing.nemesis.faults_files import PLAYED
@@ -30,7 +30,9 @@ from memstore.testing.nemesis.observer import incomplete
 from memstore.testing.nemesis.record import Part, append, shortened
 from memstore.testing.nemesis.schedule import COMPOSED, draw
 from memstore.testing.nemesis.story import Story
+from memstore.testing.ranks.rank import PutRow
 from memstore.testing.ranks.rank_process import RankFailed
+from memstore.testing.ranks.states import compare, make_state, overwrite
 
 RACKS = frozenset({"a", "b"})
 
@@ -62,19 +64,29 @@ def reply(step: int | None, problem: str = "", attempt: int = 1) -> dict[str, An
 
 def test_one_wrong_byte_another_rank_step_or_attempt_is_seen() -> None:
     """The bytes follow from attempt, rank and step; any other's differ, and so does a single flipped bit."""
-    wanted = oracle.arrays(7, "train", 2, 1, 40, 64)
-    words = oracle.tag(7, "train", 2, 1, 40)
-    again = {name: value.copy() for name, value in oracle.arrays(7, "train", 2, 1, 40, 64).items()}
-    assert oracle.difference(wanted, words, again, words) == ""
-    again["weights"][12_345] ^= 1
-    assert "1 of 65,536 bytes of weights differ from byte 12,345 on" in oracle.difference(wanted, words, again, words)
-    for attempt, rank, step in ((1, 1, 40), (2, 0, 40), (2, 1, 39)):
-        other = oracle.arrays(7, "train", attempt, rank, step, 64)
-        assert "weights differ" in oracle.difference(wanted, words, other, words)
-    assert "not" in oracle.difference(wanted, words, wanted, oracle.tag(7, "train", 1, 1, 40))
-    zeros = {name: np.zeros_like(value) for name, value in wanted.items()}
-    assert "all of them 0" in oracle.difference(wanted, words, zeros, words)
-    assert "it has" in oracle.difference(wanted, words, {}, words)
+    wanted = make_state(7, "train", 2, 1, 40, 65_536)
+    again = make_state(7, "train", 2, 1, 40, 65_536)
+    equal, differences = compare(again, wanted)
+    assert (equal > 65_536, differences) == (True, [])
+    again["model"]["weights"].view(torch.uint8).view(-1)[12_345] ^= 1
+    count, [first, tied] = compare(again, wanted)
+    assert count == equal - 2  # the tied tensor has it too
+    assert first.startswith("state['model']['weights']: 1 of 24,576 bytes differ from byte 12,345 on (not zeros)")
+    assert "['head']" in tied
+    for other in (("train", 1, 1, 40), ("train", 2, 0, 40), ("train", 2, 1, 39), ("other", 2, 1, 40)):
+        assert "['weights']" in compare(make_state(7, *other, 65_536), wanted)[1][0]
+    again["model"]["frozen"].zero_()
+    assert any("(all of them 0)" in words for words in compare(again, wanted)[1])
+
+
+def test_a_part_of_the_state_never_changes_and_all_else_is_overwritten_in_place() -> None:
+    """As an optimizer does: the tensors stay where they are and have the bytes of the next step."""
+    state, later = make_state(7, "train", 1, 0, 1, 4096), make_state(7, "train", 2, 0, 2, 4096)
+    assert torch.equal(state["model"]["frozen"], later["model"]["frozen"])
+    weights = state["model"]["weights"].data_ptr()
+    overwrite(state, later)
+    assert compare(state, later)[1] == []
+    assert state["model"]["weights"].data_ptr() == weights
 
 
 # -- the checks, fed wrong answers --------------------------------------------------------------
@@ -185,18 +197,18 @@ def test_a_put_that_raised_or_stalled_is_caught() -> None:
     """Beyond the budget, its margin and what the machine overslept; a rank that was stopped is excused."""
     scenario = draw(1)
     budget_s = scenario.stall_budget_s
-    put = {"raised": "", "stall_s": budget_s + 2.0, "began_s": 0.0, "ended_s": budget_s + 2.0, "is_first": False}
+    put = PutRow(1, budget_s + 2.0, "", 0.0, budget_s + 2.0)
 
     def broken(paused: tuple[tuple[float, float], ...] = (), **changes: Any) -> list[str]:
         story = Story()
-        check_put(scenario, story, IdleMeter(), paused, 0, 1, {**put, **changes})
+        check_put(scenario, story, IdleMeter(), paused, 0, {**asdict(put), **changes})
         return [violation.kind for violation in story.violations]
 
     assert broken() == ["stall"]
     assert broken(((0.0, 1.5),)) == []
     assert broken(stall_s=budget_s) == []
-    assert broken(raised="PeerTimeout: x") == ["put-raised"]
-    assert broken(raised="CapacityError: x", is_first=True) == ["first-put-raised"]
+    assert broken(error="PeerTimeout: x") == ["put-raised"]
+    assert broken(error="CapacityError: x", is_first=True) == ["first-put-raised"]
     assert stall_bound_s(1.0, 2.0, is_first=False) == 8.0
 
 

@@ -14,11 +14,11 @@ from memstore.drills.model.catalogue import find
 from memstore.drills.model.options import Options
 from memstore.drills.model.promises import GOES_ON, Promise
 from memstore.drills.model.report import Report, Timeline
-from memstore.drills.ranks.ranks import PutRow, Restored
 from memstore.drills.run.flows import GoesOn, Restart
 from memstore.drills.scenes.scene import Scene
 from memstore.drills.sites.drill_context import DrillContext
 from memstore.errors import DrillError
+from memstore.testing.ranks.rank import PutRow, Restored
 
 GOOD = Restored(0, step=9, verdict="local", nbytes=64, bytes_equal=64)
 
@@ -89,7 +89,7 @@ def test_a_byte_that_differs_or_a_shard_that_cannot_be_read_breaks_it(bad: Resto
 )
 def test_a_put_that_stalls_or_raises_breaks_it(monkeypatch: pytest.MonkeyPatch, row: PutRow, words: str) -> None:
     """A stall beyond the budget and a second of slack, or any exception, is named with its step (promise 5)."""
-    monkeypatch.setattr(scene_module, "collect", lambda calls, what: [[PutRow(6, 1.9), row]])
+    monkeypatch.setattr(scene_module, "put_rows", lambda calls, what: [PutRow(6, 1.9), row])
     flow = goes_on()
     flow.scene.end_puts([])
     broken = flow.context.broken_promises
@@ -103,7 +103,7 @@ def test_commits_that_were_promised_meanwhile_must_come(
     monkeypatch: pytest.MonkeyPatch, committed: int, is_kept: bool
 ) -> None:
     """With the fault in place a newer step is committed in time, or the promise is broken."""
-    monkeypatch.setattr(scene_module, "collect", lambda calls, what: [[PutRow(6, 0.0)]])
+    monkeypatch.setattr(scene_module, "put_rows", lambda calls, what: [PutRow(6, 0.0)])
     flow = goes_on(committed=committed, promise=Promise("", resume_s=0.01, has_commits_meanwhile=True))
     flow.recover()
     broken = flow.context.broken_promises

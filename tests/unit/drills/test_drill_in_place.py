@@ -21,12 +21,12 @@ from memstore.drills.model.promises import BEYOND_REFUSED, IN_PLACE, REFUSED, Pr
 from memstore.drills.model.report import Report, Timeline
 from memstore.drills.ranks.in_place import ENTERED, LEFT, RESTORED, TRAINED, Gate, Note, RankEnd, notes
 from memstore.drills.ranks.in_place_model import Samples, unbroken
-from memstore.drills.ranks.ranks import Restored
 from memstore.drills.run.flows import InPlace
 from memstore.drills.run.judgement_in_place import Played, broken_in_place
 from memstore.drills.scenes.scenes_in_place import InPlaceKillRank, InPlacePause
 from memstore.drills.sites.drill_context import DrillContext
 from memstore.errors import DrillError
+from memstore.testing.ranks.rank import Restored
 
 SEED, RANKS, LAST, LOST, BEFORE = 7, 3, 9, 1, 4  # step BEFORE is restored after LOST is lost in step BEFORE + 2
 ORACLE = unbroken(SEED, RANKS, LAST + 1)

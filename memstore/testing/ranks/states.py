@@ -1,48 +1,70 @@
-"""A training state made from (seed, rank, step), and the comparison of two states byte by byte.
+"""The oracle of bytes: a training state that follows from who puts it, and the comparison of two states, byte by byte.
 
-A drill calls a restore verified if this comparison finds no difference. The fresh state never passed through the store.
+A restored state names the attempt that put it. Its bytes are made again and compared, so that bytes of another attempt,
+rank or step are noticed even if every digest fits. It uses hashlib and numpy's Philox, and nothing of the store.
 """
 
 from __future__ import annotations
 
+import hashlib
 import struct
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 DIFFERENCES_MAX = 5
+BIAS_COUNT = 17  # an odd size, for a chunk that tensors share
 
 
-def make_state(seed: int, rank: int, step: int, nbytes: int) -> dict[str, Any]:
-    """Return about `nbytes` of tensors and plain objects; every (seed, rank, step) has another state.
+def make_state(seed: int, job: str, attempt: int, rank: int, step: int, nbytes: int) -> dict[str, Any]:
+    """Return about `nbytes` of tensors and plain objects; whoever else puts has another state.
 
     The bits are random, so the floats include NaN payloads and denormals. The state has a tied weight, a strided view,
-    an empty tensor and one without dimensions: bugs of a copy show there first. Each key of Philox has its own stream.
+    an empty tensor and one without dimensions: bugs of a copy show there first. A quarter never changes, so that its
+    chunks are stored and sent once.
     """
-    bits = np.random.Generator(np.random.Philox(key=[seed, (rank << 40) | step]))
+    moving, fixed = _bits(seed, job, attempt, rank, step), _bits(seed, job, "frozen", rank)
 
-    def tensor(count: int, dtype: torch.dtype) -> torch.Tensor:
+    def tensor(count: int, dtype: torch.dtype, bits: np.random.Generator = moving) -> torch.Tensor:
         return torch.from_numpy(np.frombuffer(bits.bytes(count), np.uint8).copy()).view(dtype)
 
     unit = max(64, nbytes // 8 // 64 * 64)
-    weight = tensor(4 * unit, torch.float32)
-    state: dict[str, Any] = {
+    weights = tensor(3 * unit, torch.float32)
+    return {
         "model": {
-            "embed.weight": weight.reshape(16, -1),
-            "head.weight": weight,  # tied to the embedding
-            "norm.weight": tensor(unit, torch.bfloat16),
+            "weights": weights.reshape(16, -1),
+            "head": weights,  # tied to the weights
+            "norm": tensor(unit, torch.bfloat16),
             "mask": tensor(unit, torch.uint8).reshape(8, -1).t() > 127,
+            "bias": tensor(8 * BIAS_COUNT, torch.int64),
+            "frozen": tensor(2 * unit, torch.uint8, fixed),
         },
         "optimizer": {
-            "state": {0: {"step": torch.tensor(float(step)), "exp_avg": tensor(2 * unit, torch.float32)}},
-            "param_groups": [{"lr": 1e-3 / (step + 1), "betas": (0.9, 0.95), "params": [0]}],
+            "moments": {0: {"step": torch.tensor(float(step)), "exp_avg": tensor(unit, torch.float32)}},
+            "groups": [{"lr": 1e-3 / (abs(step) + 1), "betas": (0.9, 0.95), "params": [0]}],
         },
         "empty": torch.empty(0, 3),
-        "rng": bits.bytes(33),
-        "where": {"rank": rank, "step": step, "name": f"rank {rank}"},
+        "rng": moving.bytes(33),
+        "where": {"job": job, "attempt": attempt, "rank": rank, "step": step},
     }
-    return state
+
+
+def _bits(*words: object) -> np.random.Generator:
+    key = hashlib.blake2b(repr(words).encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+
+
+def overwrite(state: dict[Any, Any], made: Mapping[Any, Any]) -> None:
+    """Give a state the values of another one with equal tensors, in place, as an optimizer does."""
+    for name, value in made.items():
+        if isinstance(value, dict):
+            overwrite(state[name], value)
+        elif isinstance(value, torch.Tensor):
+            state[name].copy_(value)
+        else:
+            state[name] = value
 
 
 def compare(restored: Any, fresh: Any, path: str = "state") -> tuple[int, list[str]]:
@@ -77,8 +99,12 @@ def _compare_tensors(restored: torch.Tensor, fresh: torch.Tensor, path: str) -> 
     if (restored.dtype, restored.shape) != (fresh.dtype, fresh.shape):
         return 0, [f"{path}: {restored.dtype} {tuple(restored.shape)}, not {fresh.dtype} {tuple(fresh.shape)}"]
     mine, theirs = tensor_bytes(fresh), tensor_bytes(restored)
-    wrong = int((mine != theirs).sum())
-    return mine.size - wrong, [f"{path}: {wrong} of {mine.size} bytes differ"] if wrong else []
+    at = np.flatnonzero(mine != theirs)
+    if not at.size:
+        return mine.size, []
+    kind = "not zeros" if theirs[at].any() else "all of them 0"
+    words = f"{path}: {at.size:,} of {mine.size:,} bytes differ from byte {at[0]:,} on ({kind})"
+    return mine.size - at.size, [words]
 
 
 def tensor_bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -95,4 +121,4 @@ def _object_bytes(value: Any) -> bytes:
 
 def alter(state: dict[str, Any]) -> None:
     """Flip one bit of a restored state, so that a test sees the comparison fail."""
-    tensor_bytes(state["optimizer"]["state"][0]["exp_avg"])[-1] ^= 1
+    tensor_bytes(state["optimizer"]["moments"][0]["exp_avg"])[-1] ^= 1
