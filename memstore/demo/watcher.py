@@ -12,9 +12,9 @@ from memstore.cli.output import size_text
 from memstore.core.wire.status_rows import AttemptStatus, HostRow
 from memstore.demo.checks import Kill
 from memstore.demo.records import Run, read_run
-from memstore.drills.breaking.kept_up import KeptUp
 from memstore.drills.sites.site import EmbeddedSite
 from memstore.errors import MemstoreError
+from memstore.testing.faults.kept_up import KeptUp
 
 POLL_S = 0.05
 LINES_PER_RUN = 4  # of progress

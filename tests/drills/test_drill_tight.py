@@ -16,9 +16,6 @@ from click.testing import CliRunner
 
 import memstore.drills.run.suite as suite_module
 from memstore.config import MIB
-from memstore.drills.breaking import mounts
-from memstore.drills.breaking.kept_up import FITHAW, FullFileSystem, KeptUp, SlowFileSystem
-from memstore.drills.breaking.mounts import make_ext4, mount, mount_tmpfs, unmount
 from memstore.drills.cli.group import drill as drill_command
 from memstore.drills.model.catalogue import DRILLS, find
 from memstore.drills.model.options import Options
@@ -31,6 +28,9 @@ from memstore.drills.sites import site_options
 from memstore.drills.sites.site_tight import TightSite, environment, low_threshold, tight_site
 from memstore.errors import DrillError
 from memstore.testing.clusters.processes import wait_for
+from memstore.testing.faults import mounts
+from memstore.testing.faults.kept_up import FITHAW, FullFileSystem, KeptUp, SlowFileSystem
+from memstore.testing.faults.mounts import make_ext4, mount, mount_tmpfs, unmount
 
 GIB = 1 << 30
 TIGHT_DRILLS = [name for name, drill in DRILLS.items() if drill.runs_on == (TIGHT,)]

@@ -15,7 +15,6 @@ from click.testing import CliRunner
 from variants import later
 
 from memstore.config import MIB
-from memstore.drills.breaking import faults
 from memstore.drills.cli.group import drill as drill_command
 from memstore.drills.model.catalogue import DRILLS
 from memstore.drills.model.options import DURABLE_EVERY, Options
@@ -29,6 +28,7 @@ from memstore.shell.rank.admin_link import store_root
 from memstore.testing.clusters.embedded import EmbeddedCluster
 from memstore.testing.clusters.scratch_folder import scratch_folder
 from memstore.testing.clusters.store_name import racks
+from memstore.testing.faults import arena_files
 from memstore.testing.ranks.states import alter, compare, make_state
 
 RANKS = 2  # on h2 and h3; starting a rank's process is what a drill takes longest for
@@ -204,8 +204,8 @@ def test_one_altered_bit_breaks_the_promise(site: EmbeddedSite) -> None:
 @on_ray
 def test_a_victim_that_lives_on_is_an_error(site: EmbeddedSite, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kill that did not kill ends in an error: nothing is proved by recovering from nothing."""
-    monkeypatch.setitem(faults.REMOTE_FAULTS, "kill", lambda processes: len(processes))
-    monkeypatch.setitem(faults.REMOTE_FAULTS, "wait_gone", lambda processes: faults.wait_gone(processes, 0.2))
+    monkeypatch.setitem(arena_files.ON_VICTIM, "kill", lambda processes: len(processes))
+    monkeypatch.setitem(arena_files.ON_VICTIM, "wait_gone", lambda processes: arena_files.wait_gone(processes, 0.2))
     report, _ = play(site, "kill-rank")
     assert (report.outcome, report.error) == (ERROR, "DrillError"), report.words
     assert "still run" in report.words
@@ -238,13 +238,13 @@ def test_a_destroyed_arena_is_reported_from_one_that_is_still_there() -> None:
     """The same file is a DrillError; another file in its place, or none, is a loss."""
     with scratch_folder() as folder:
         (folder / "arena").write_bytes(b"x" * 4096)
-        before = faults.arena_identity(str(folder))
-        with pytest.raises(faults.DrillError, match="is still there"):
-            faults.check_destroyed(str(folder), before)
-        assert faults.destroy_arena(str(folder)) >= 4096
-        faults.check_destroyed(str(folder), before)
-        with pytest.raises(faults.DrillError, match="nothing to lose"):
-            faults.check_destroyed(str(folder), None)
+        before = arena_files.arena_identity(str(folder))
+        with pytest.raises(arena_files.DrillError, match="is still there"):
+            arena_files.check_destroyed(str(folder), before)
+        assert arena_files.destroy_arena(str(folder)) >= 4096
+        arena_files.check_destroyed(str(folder), before)
+        with pytest.raises(arena_files.DrillError, match="nothing to lose"):
+            arena_files.check_destroyed(str(folder), None)
         assert not list(folder.parent.iterdir())
 
 

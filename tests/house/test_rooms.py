@@ -56,11 +56,10 @@ SHELL: dict[str, str] = {
 }
 DRILLS: dict[str, str] = {
     "model": "",
-    "breaking": "",
     "ranks": "",
-    "sites": "breaking model ranks",
-    "scenes": "breaking model ranks sites",
-    "run": "breaking model ranks scenes sites",
+    "sites": "model ranks",
+    "scenes": "model ranks sites",
+    "run": "model ranks scenes sites",
     "cli": "model run sites",
 }
 TESTING: dict[str, str] = {

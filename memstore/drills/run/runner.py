@@ -15,7 +15,6 @@ from functools import partial
 
 from memstore.cli.output import size_text
 from memstore.core.wire.replies import Status
-from memstore.drills.breaking.kept_up import KeptUp
 from memstore.drills.model import report as phases
 from memstore.drills.model.catalogue import find
 from memstore.drills.model.options import Options
@@ -28,6 +27,7 @@ from memstore.drills.sites.drill_context import DrillContext
 from memstore.drills.sites.scratch import SETTLE_S, ScratchJob
 from memstore.drills.sites.site import Site
 from memstore.errors import DrillError, MemstoreError
+from memstore.testing.faults.kept_up import KeptUp
 
 WATCH_S = 0.05
 

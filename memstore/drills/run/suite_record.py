@@ -10,9 +10,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from memstore.distribution import DISTRIBUTION
-from memstore.drills.breaking.faults import memory_available
 from memstore.drills.model.report import BROKEN, ERROR, PASS
 from memstore.drills.run.suite import SuiteResult
+from memstore.testing.faults.processes import memory_available
 from memstore.testing.part_records import source_commit
 
 FORMAT = 1

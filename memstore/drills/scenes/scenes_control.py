@@ -30,6 +30,11 @@ class ControllerScene(Scene):
     def detected(self, status: Status, injected_s: float) -> str | None:
         return f"a controller of term {status.term} took over" if status.term > self.term else None
 
+    def check(self) -> None:
+        term = self.site.status().term
+        if term <= self.term:
+            raise DrillError(f"the controller is still of term {term}: no other took over, so nothing was proved")
+
 
 class KillController(ControllerScene):
     """SIGKILL to the controller, while all ranks put."""
@@ -80,7 +85,5 @@ class KillControllerRestore(ControllerScene, KillRank):
         self.say("inject", f"{words} while ranks wait in get(); {self.wait_for_effect()}")
 
     def check(self) -> None:
-        term = self.site.status().term
-        if term <= self.term:
-            raise DrillError(f"the controller is still of term {term}: no other took over, so nothing was proved")
-        self.say("took over", f"a controller of term {term}")
+        super().check()
+        self.say("took over", f"a controller of term {self.site.status().term}")

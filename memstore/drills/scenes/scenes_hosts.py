@@ -23,9 +23,9 @@ class KillHost(Scene):
 
     def setup(self) -> None:
         super().setup()
-        self.hosts = self.lost(self.holders)
+        self.hosts = self.lost_hosts(self.holders)
 
-    def lost(self, holders: list[str]) -> list[str]:
+    def lost_hosts(self, holders: list[str]) -> list[str]:
         """Return the hosts that are lost if the victim's shard is on these."""
         return holders if self.is_beyond else holders[:1]
 
@@ -36,7 +36,7 @@ class KillHost(Scene):
         return True  # on a running cluster it comes back empty; but a real launcher would not wait for a lost machine
 
     def may_hit(self, holders: list[str]) -> bool:
-        return self.site.may_lose(self.lost(holders))
+        return self.site.may_lose(self.lost_hosts(holders))
 
     def inject(self) -> str:
         return "; ".join([self.site.lose_host(host, self.job.ranks) for host in self.hosts])
@@ -83,7 +83,7 @@ class KillRack(KillHost):
 
     name = "kill-rack"
 
-    def lost(self, holders: list[str]) -> list[str]:
+    def lost_hosts(self, holders: list[str]) -> list[str]:
         rack = next((hosts for hosts in self.site.racks().values() if holders[0] in hosts), holders[:1])
         return [*rack, *(h for h in holders if self.is_beyond and h not in rack)]
 
@@ -104,24 +104,29 @@ class KillRackStaggered(KillRack):
         return "; ".join(done)
 
 
-class SecondFailure(KillHost):
-    """The loss of two hosts with a copy of the same shard, the second while the next attempt waits in get()."""
+class KillTwoHosts(KillHost):
+    """The loss of two of the three hosts with a copy of the same shard."""
 
-    name = "second-failure"
     job_fields: ClassVar[Mapping[str, Any]] = {"replicas": 3}
-
-    def setup(self) -> None:
-        super().setup()
-        self.later = self.hosts[1:]
 
     def may_hit(self, holders: list[str]) -> bool:
         return len(holders) == 3 and super().may_hit(holders)
 
-    def lost(self, holders: list[str]) -> list[str]:
+    def lost_hosts(self, holders: list[str]) -> list[str]:
         """Return the rank's own host and a target that may be lost; beyond: every host with a copy."""
         if self.is_beyond:
             return holders
         return [holders[0], next((h for h in holders[1:] if self.site.may_lose([h])), holders[1])]
+
+
+class SecondFailure(KillTwoHosts):
+    """The loss of two hosts with a copy of the same shard, the second while the next attempt waits in get()."""
+
+    name = "second-failure"
+
+    def setup(self) -> None:
+        super().setup()
+        self.later = self.hosts[1:]
 
     def victims(self) -> list[str]:
         return [self.victim_host, *(f"{host} during the restore" for host in self.later)]

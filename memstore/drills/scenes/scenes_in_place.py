@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from memstore.drills.ranks.in_place import ENTERED, RESTORED, TRAINED, Note
 from memstore.drills.scenes.scene import Scene
-from memstore.drills.scenes.scenes_hosts import ZOMBIE_S, RayletScene
+from memstore.drills.scenes.scenes_control import ControllerScene
+from memstore.drills.scenes.scenes_hosts import ZOMBIE_S, KillHost, KillTwoHosts, RayletScene
 from memstore.errors import DrillError
 from memstore.testing.faults.processes import Process, wait_frozen, wait_gone
 
@@ -185,66 +186,33 @@ class InPlaceKillReplacement(DuringRecovery):
         return f"SIGKILL to the replacement of rank {self.rank} (pid {replacement[0]})"
 
 
-class InPlaceKillController(DuringRecovery):
+class InPlaceKillController(DuringRecovery, ControllerScene):
     """SIGKILL to one rank, and to the controller during the recovery."""
 
     name = "in-place-kill-controller"
-
-    def setup(self) -> None:
-        super().setup()
-        self.term = self.site.status().term
-        self.at, self.process = self.site.controller_process()
+    struck = Scene.struck
 
     def victims(self) -> list[str]:
         return [*super().victims(), "the controller"]
 
     def strike(self, host: str, replacement: Process) -> str:
-        self.kill(self.at, self.process)
-        return f"SIGKILL to the controller (pid {self.process[0]}, term {self.term})"
-
-    def check(self) -> None:
-        if self.site.status().term <= self.term:
-            raise DrillError(f"the store is in term {self.term} still: no other controller took over")
+        return self.kill_controller()
 
 
-class InPlaceKillHost(InPlaceScene):
+class InPlaceKillHost(InPlaceScene, KillHost):
     """The loss of one rank's host; beyond: of every host with a copy of that rank's shard."""
 
     name = "in-place-kill-host"
 
-    def setup(self) -> None:
-        super().setup()
-        self.hosts = self.lost_hosts(self.holders)
-        self.lost = {self.rank, *self.ranks_on(self.hosts)}
-
-    def lost_hosts(self, holders: list[str]) -> list[str]:
-        """Return the hosts that are lost if the victim's shard is on these."""
-        return holders if self.is_beyond else holders[:1]
-
-    def victims(self) -> list[str]:
-        return self.hosts
-
-    def may_hit(self, holders: list[str]) -> bool:
-        return self.site.may_lose(self.lost_hosts(holders))
-
     def inject(self) -> str:
         self.begin()
-        return "; ".join([self.site.lose_host(host, self.job.ranks) for host in self.hosts])
+        return super().inject()
 
 
-class InPlaceKillTwoHosts(InPlaceKillHost):
+class InPlaceKillTwoHosts(InPlaceKillHost, KillTwoHosts):
     """The loss of two of the three hosts with a copy of a shard at once."""
 
     name = "in-place-kill-two-hosts"
-    job_fields: ClassVar[Mapping[str, Any]] = {"replicas": 3}
-
-    def may_hit(self, holders: list[str]) -> bool:
-        return len(holders) == 3 and super().may_hit(holders)
-
-    def lost_hosts(self, holders: list[str]) -> list[str]:
-        if self.is_beyond:
-            return holders
-        return [holders[0], next((h for h in holders[1:] if self.site.may_lose([h])), holders[1])]
 
 
 class InPlaceZombies(InPlaceScene, RayletScene):

@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 
 from memstore.core.wire.calls import VerifyStore
 from memstore.core.wire.replies import Status, VerifyResult
-from memstore.drills.breaking.kept_up import SlowFileSystem
-from memstore.drills.breaking.mounts import check_full, make_ext4, mount, mount_tmpfs, unmount
 from memstore.drills.scenes.scene import Scene
 from memstore.drills.sites.scratch import ScratchJob, put_rows
 from memstore.errors import DrillError
+from memstore.testing.faults.kept_up import SlowFileSystem
+from memstore.testing.faults.mounts import check_full, make_ext4, mount, mount_tmpfs, unmount
 from memstore.testing.faults.processes import Process
 
 VERIFY_S = 300.0

@@ -12,12 +12,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from memstore.cli.output import size_text
 from memstore.config import MIB
-from memstore.drills.breaking.kept_up import FullFileSystem
-from memstore.drills.breaking.mounts import check_full
 from memstore.drills.scenes.scene import Scene
 from memstore.drills.sites.site_tight import TightSite, memory_in_use
 from memstore.errors import DrillError
 from memstore.shell.arena.lock import is_alive
+from memstore.testing.faults.kept_up import FullFileSystem
+from memstore.testing.faults.mounts import check_full
 
 HOG_LIMIT_BYTES = 4096 * MIB  # the task takes no more than this from the machine, also if the monitor fails to kill it
 HOG_STEP_BYTES = 64 * MIB

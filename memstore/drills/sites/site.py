@@ -16,7 +16,6 @@ from memstore.core.wire.calls import AskStatus
 from memstore.core.wire.codec import Request
 from memstore.core.wire.replies import Status
 from memstore.core.wire.status_rows import JobRow
-from memstore.drills.breaking import faults
 from memstore.drills.model.promises import PLACES, RAY_NAMESPACES
 from memstore.drills.ranks.ranks import Rank, RankPool
 from memstore.errors import DrillError, MemstoreError
@@ -25,7 +24,7 @@ from memstore.shell.on_ray.actors import NAMESPACE, controller_name, live_nodes
 from memstore.shell.on_ray.membership import RayMembership
 from memstore.testing.clusters.embedded import EmbeddedCluster
 from memstore.testing.clusters.namespaces import NamespaceRig
-from memstore.testing.faults.arena_files import arena_identity, destroy_arena
+from memstore.testing.faults import arena_files
 from memstore.testing.faults.processes import Process, kill, wait_gone
 
 R = TypeVar("R")
@@ -40,8 +39,8 @@ class RemoteFaults:
     """An actor that runs faults on the machine of its node."""
 
     def do(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Run one function of `faults.REMOTE_FAULTS`."""
-        return faults.REMOTE_FAULTS[name](*args)
+        """Run one function of `arena_files.ON_VICTIM`."""
+        return arena_files.ON_VICTIM[name](*args)
 
 
 class Site:
@@ -141,7 +140,7 @@ class Site:
     # -- breaking -----------------------------------------------------------------------------
 
     def do(self, host: str, name: str, *args: Any) -> Any:
-        """Run one function of `faults.REMOTE_FAULTS` on the machine of a host; return its result."""
+        """Run one function of `arena_files.ON_VICTIM` on the machine of a host; return its result."""
         if host not in self._remote_faults:
             self._remote_faults[host] = (
                 ray.remote(RemoteFaults)
@@ -227,8 +226,8 @@ class EmbeddedSite(Site):
         return self.cluster.rig
 
     def do(self, host: str, name: str, *args: Any) -> Any:
-        """Run one function of `faults.REMOTE_FAULTS` here: all hosts are on this machine."""
-        return faults.REMOTE_FAULTS[name](*args)
+        """Run one function of `arena_files.ON_VICTIM` here: all hosts are on this machine."""
+        return arena_files.ON_VICTIM[name](*args)
 
     def places(self) -> list[str]:
         """Return the live hosts, the head last: it cannot be lost; so a job with few ranks has none on it."""
@@ -241,17 +240,17 @@ class EmbeddedSite(Site):
     def lose_host(self, host: str, ranks: list[Rank]) -> str:
         """Kill every process of a host's raylet and destroy its arena; check that all of it is gone."""
         folder, record = self.folder(host), self.record(host)
-        secret, victims = faults.secret_of(folder), self.cluster.node_processes(host)
+        secret, victims = arena_files.secret_of(folder), self.cluster.node_processes(host)
         strangers = [r.pid for r in ranks if r.host == host and (r.pid, r.start) not in victims]
         if strangers:
             raise DrillError(f"ranks {strangers} on {host} are not below its raylet: killing it would not kill them")
-        before = arena_identity(folder)
+        before = arena_files.arena_identity(folder)
         self.lost[host] = dict(self.cluster.labels[host])
         self.pool.forget(host)
         done = self.cluster.lose_host(host)
         wait_gone(victims)
-        faults.check_destroyed(folder, before)
-        faults.check_silent(host, record, self.config, secret)
+        arena_files.check_destroyed(folder, before)
+        arena_files.check_silent(host, record, self.config, secret)
         gone = size_text(done["nbytes"])
         return f"SIGKILL to all {len(victims)} processes of {host}, arena file destroyed ({gone} gone)"
 
@@ -276,7 +275,8 @@ class EmbeddedSite(Site):
     def end_head(self) -> int:
         """Kill every process of Ray's head; return how many. The other raylets end by themselves a while later."""
         others = [host for host in self.cluster.labels if host != self.head]
-        self.headless = [*map(self.cluster.raylet, others), *(faults.holder_process(self.folder(h)) for h in others)]
+        holders = [arena_files.holder_process(self.folder(host)) for host in others]
+        self.headless = [*map(self.cluster.raylet, others), *holders]
         self.left_behind = [victim for host in others for victim in self.cluster.node_processes(host)]
         victims = self.cluster.kill_head()
         self._forget_ranks()
@@ -319,7 +319,7 @@ class EmbeddedSite(Site):
     def heal(self) -> None:
         """Add new machines with the names and labels of the lost ones."""
         for host, labels in list(self.lost.items()):
-            destroy_arena(self.folder(host))
+            arena_files.destroy_arena(self.folder(host))
             self.cluster.add_node(host, labels)
             del self.lost[host]
         self.wait_hosts_live(list(self.cluster.labels))

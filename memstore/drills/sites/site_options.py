@@ -114,8 +114,8 @@ def embedded_site(
 
 def place_problem(place: str) -> str | None:
     """Return why a cluster for this place cannot be started here, or None; plain raylets can always be started."""
-    from memstore.drills.breaking.mounts import mount_problem
     from memstore.testing.clusters.namespaces import available
+    from memstore.testing.faults.mounts import mount_problem
 
     if place in (NAMESPACES, RAY_NAMESPACES):
         return available()

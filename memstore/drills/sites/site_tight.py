@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from memstore.config import MIB, Config
-from memstore.drills.breaking.mounts import mount_tmpfs, unmount
 from memstore.drills.sites.site import EmbeddedSite
 from memstore.errors import DrillError
 from memstore.shell.arena.memory_limits import measure
 from memstore.testing.clusters.embedded import EmbeddedCluster
 from memstore.testing.clusters.store_name import racks, scratch_store_name
+from memstore.testing.faults.mounts import mount_tmpfs, unmount
 
 BESIDE_BYTES = 4 * MIB  # per host, beside its arena, for slot table, manifests and journal
 HOST_BYTES = 384 * MIB  # what raylet, holder and rank of a host still take after the limit was computed

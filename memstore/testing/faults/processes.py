@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from memstore.errors import DrillError
@@ -112,3 +112,65 @@ def wait_frozen(process: Process, timeout_s: float = GONE_S) -> None:
 def thaw(process: Process) -> bool:
     """Let a frozen process go on (SIGCONT); return False if it is gone, because its successor has killed it (R2)."""
     return send(process, signal.SIGCONT)
+
+
+def freeze_in_put(process: Process, mark: str, timeout_s: float = GONE_S) -> int:
+    """Stop a rank while one of its puts is under way, as its mark file shows; return the step of that put.
+
+    The mark is read after the process has stopped; so it cannot change before the process is killed.
+
+    Raises:
+        DrillError: the rank was between two puts each time it was stopped.
+    """
+
+    def step() -> int | None:
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            return int(Path(mark).read_text())
+        return None
+
+    return _freeze_when(process, step, "inside a put", timeout_s)
+
+
+def freeze_in_persist(process: Process, folder: str, timeout_s: float = GONE_S) -> int:
+    """Stop the controller while the newest durable step of a job has parts but no marker; return the step.
+
+    Only the controller orders the marker; so no marker can appear between the look and the kill.
+
+    Raises:
+        DrillError: no step was half written any time the controller was stopped.
+    """
+
+    def step() -> int | None:
+        found = [path for path in Path(folder).glob("*/*") if path.name.isdigit() and path.is_dir()]
+        newest = max(found, key=lambda path: (int(path.parent.name), int(path.name)), default=None)
+        names = {path.name for path in newest.iterdir()} if newest is not None else set()
+        is_half = "marker" not in names and any(name.startswith("rank-") for name in names)
+        return int(newest.name) if newest is not None and is_half else None
+
+    return _freeze_when(process, step, "with a durable step half written", timeout_s)
+
+
+def _freeze_when(process: Process, step: Callable[[], int | None], when: str, timeout_s: float) -> int:
+    """Stop and continue a process until it is stopped at the right moment; leave it stopped."""
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        freeze(process)
+        wait_frozen(process)
+        if (found := step()) is not None:
+            return found
+        thaw(process)
+        time.sleep(POLL_S / 5)
+    raise DrillError(f"pid {process[0]} was never met {when} in {timeout_s:g} s: the fault did not take effect")
+
+
+def remove_mark(mark: str) -> None:
+    """Remove the file in which a rank marks that a put is under way."""
+    Path(mark).unlink(missing_ok=True)
+
+
+def memory_available() -> int:
+    """Return how many bytes the processes of this machine can still take: the kernel's MemAvailable."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise DrillError("/proc/meminfo names no MemAvailable")

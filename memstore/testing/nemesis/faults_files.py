@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
-
-from memstore.core.arena.slot_table import SlotState
 from memstore.errors import DrillError
-from memstore.testing.faults.arena_files import flip_bit, manifest_files, slot_records
+from memstore.testing.faults.arena_files import (
+    flip_in_slot,
+    flip_somewhere,
+    manifest_files,
+    remove,
+    sealed_slots,
+    slot_records,
+)
 from memstore.testing.faults.catalogue import Fault, plays
 from memstore.testing.faults.processes import freeze, process_of, thaw, wait_frozen
 from memstore.testing.nemesis.faults import PLAYED, FaultBase, FaultPlayer, LinkFaults, ProcessFaults, on
@@ -67,19 +69,16 @@ class FileFaults(FaultBase):
     @on("expendable")
     def flip_at_rest(self, rng: random.Random, fault: Fault, host: str) -> Iterator[str]:
         """Change bytes of sealed slots, with the holder stopped meanwhile, so that no slot is used again by then."""
-        folder, chunk = self.hosts.arena(host), self.hosts.cluster.config.chunk_bytes
-        count = 0
+        folder, count = self.hosts.arena(host), 0
         with contextlib.suppress(OSError, ValueError, DrillError):
             process = self.hosts.holder(host) or process_of(0)
             freeze(process)
             try:
                 wait_frozen(process, STOPPED_S)
                 table = slot_records(folder)
-                sealed = np.flatnonzero((table["state"] == SlotState.SEALED) & (table["nbytes"] > 0))
-                victims = rng.sample(sorted(int(i) for i in sealed), min(len(sealed), rng.choice((1, 3, 20))))
-                for slot in victims:
-                    at = slot * chunk + rng.randrange(int(table["nbytes"][slot]))
-                    flip_bit(folder / "arena", at, rng.randrange(8))
+                sealed = sealed_slots(table)
+                for slot in rng.sample(sealed, min(len(sealed), rng.choice((1, 3, 20)))):
+                    flip_in_slot(folder, slot, rng.randrange(int(table["nbytes"][slot])), rng.randrange(8))
                     count += 1
             finally:
                 thaw(process)
@@ -103,25 +102,6 @@ class FileFaults(FaultBase):
         if flip_somewhere(rng, self.hosts.arena(host) / "journal"):
             self.harmed(host, "rot-file")
             yield host
-
-
-def remove(folder: Path, names: tuple[str, ...]) -> None:
-    """Remove files and folders of an arena folder; "*" is all of it."""
-    for path in [folder if name == "*" else folder / name for name in names]:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def flip_somewhere(rng: random.Random, path: Path) -> bool:
-    """Flip a bit of a file's content; return False if it has none."""
-    with contextlib.suppress(OSError):
-        size = path.stat().st_size
-        if size:
-            flip_bit(path, rng.randrange(size), rng.randrange(8))
-            return True
-    return False
 
 
 class Faults(ProcessFaults, FileFaults, LinkFaults, FaultPlayer):

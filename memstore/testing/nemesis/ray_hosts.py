@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from memstore.config import Config
-from memstore.shell.arena.lock import owner
 from memstore.testing.clusters.embedded import EmbeddedCluster
 from memstore.testing.clusters.store_name import scratch_store_name
+from memstore.testing.faults.arena_files import holder_process
 from memstore.testing.faults.processes import Process, kill, process_of, send
 from memstore.testing.nemesis.hosts import Hosts
 from memstore.testing.nemesis.ledger import Ledger
@@ -44,9 +44,7 @@ class RayHosts(Hosts):
     def holder(self, host: str) -> Process | None:
         """Return the holder that has the lock of a host's folder."""
         with contextlib.suppress(Exception):
-            holding = owner(self.arena(host))
-            if holding is not None and holding.is_alive():
-                return holding.pid, holding.start_time
+            return holder_process(str(self.arena(host)))
         return None
 
     def controller(self) -> Process | None:

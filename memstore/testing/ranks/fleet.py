@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from memstore.testing.clusters.processes import ProcessCluster
+from memstore.testing.ranks.rank import disagreements
 from memstore.testing.ranks.rank_process import RankNursery, RankProcess, together
 
 
@@ -68,12 +69,8 @@ class Fleet:
 
     def check(self, got: Sequence[dict[str, Any]]) -> None:
         """Check that every rank has the same step, and exactly the bytes that it put there."""
-        steps = {reply["step"] for reply in got}
-        if len(steps) != 1:
-            raise AssertionError(f"ranks restored different steps: {steps}")
-        for rank, reply in enumerate(got):
-            if reply["problem"]:
-                raise AssertionError(f"rank {rank} step {reply['step']}: {reply['problem']}")
+        for kind, words in disagreements(got):
+            raise AssertionError(f"{kind}: {words}")
 
     def kill(self, ranks: Sequence[RankProcess]) -> None:
         """Send SIGKILL to all ranks."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,14 @@ def compared(got: Any, state: Any, job: str, rank: int, seed: int, nbytes: int) 
         rank, got.step, got.source, got.source_reason, whole, equal, tuple(differences), got.ranks_moved,
         dict(got.bytes_by_tier), dict(got.seconds_by_phase), attempt=got.attempt, steps_lost=got.steps_lost,
     )  # fmt: skip
+
+
+def disagreements(replies: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return what is wrong with what the ranks of one get got: all must have one step, and its bytes as put."""
+    steps = sorted({(reply.get("attempt"), reply["step"]) for reply in replies}, key=str)
+    found = [("different-steps", f"ranks restored {steps}")] if len(steps) > 1 else []
+    wrong = [(rank, reply) for rank, reply in enumerate(replies) if reply["step"] is not None and reply["problem"]]
+    return found + [("wrong-bytes", f"rank {rank}, step {reply['step']}: {reply['problem']}") for rank, reply in wrong]
 
 
 @dataclass(frozen=True)

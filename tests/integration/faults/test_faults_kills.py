@@ -6,13 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
-from variants import later
 
 from memstore.core.wire.calls import VerifyStore
 from memstore.testing.clusters.processes import ProcessCluster
 from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank_process import RankNursery, together
 
+LATER = [("controller", True), ("holder", False), ("controller", False)]
 TWO_RACKS = {"h0": {"rack": "r0", "memstore": "replica"}, "h1": {"rack": "r1", "memstore": "replica"}}
 
 
@@ -33,47 +33,34 @@ def test_a_rank_killed_in_mid_copy_loses_only_its_own_step(tmp_path: Path, nurse
         assert all(answer.damaged == 0 and answer.chunks > 0 for answer in verify.values())
 
 
-@pytest.mark.parametrize("victims", ["holder", "holder and controller", *later("controller")])
-def test_puts_go_on_by_themselves_after_a_kill(tmp_path: Path, nursery: RankNursery, victims: str) -> None:
-    """SIGKILL of a holder, the controller or both under running ranks: nothing raises, and commits go on."""
+@pytest.mark.parametrize(
+    ("victims", "has_ranks"),
+    [("holder", True), ("holder and controller", True), ("holder and controller", False),
+     *(pytest.param(*row, marks=pytest.mark.long) for row in LATER)],
+)  # fmt: skip
+def test_committed_steps_survive_a_kill(tmp_path: Path, nursery: RankNursery, victims: str, has_ranks: bool) -> None:
+    """SIGKILL of a holder, the controller or both, with the ranks or under them: then nothing raises, commits go on."""
     with ProcessCluster(tmp_path, TWO_RACKS) as cluster:
         fleet = Fleet(cluster, nursery, stall_budget_s=0.5)
-        ranks = fleet.begin(["h0", "h1"], last_step=2)
-        if "controller" in victims:
-            cluster.kill_controller()
-        if "holder" in victims:
-            cluster.kill_holder("h0")
-        for reply in together(ranks, "put", step=3):
-            assert reply["level"] != "failed"
-        if "holder" in victims:
-            cluster.start_holder("h0")
-        if "controller" in victims:
-            cluster.start_controller()
-        step = fleet.put_until_committed(ranks, first=4)
-        fleet.kill(ranks)
-        _, got = fleet.resume(["h0", "h1"])
-        assert (got["step"], got["steps_lost"]) == (step, 0)
-
-
-@pytest.mark.parametrize("victims", ["holder and controller", *later("holder", "controller")])
-def test_committed_steps_survive_a_kill_and_a_restart(tmp_path: Path, nursery: RankNursery, victims: str) -> None:
-    """The ranks die with the holder, the controller or both: after the restart the newest committed step is there."""
-    with ProcessCluster(tmp_path, TWO_RACKS) as cluster:
-        fleet = Fleet(cluster, nursery)
         ranks = fleet.begin(["h0", "h1"], last_step=3)
         if "controller" in victims:
             cluster.kill_controller()
         if "holder" in victims:
             cluster.kill_holder("h0")
-        fleet.kill(ranks)
+        if has_ranks:
+            assert all(reply["level"] != "failed" for reply in together(ranks, "put", step=4))
+        else:
+            fleet.kill(ranks)
         if "holder" in victims:
             cluster.start_holder("h0")
         if "controller" in victims:
             cluster.start_controller()
+        step = fleet.put_until_committed(ranks, first=5) if has_ranks else 3
         cluster.wait_live("h0", "h1")
+        fleet.kill(ranks)
         ranks, got = fleet.resume(["h0", "h1"])
-        assert (got["step"], got["verdict"]) == (3, "local")
-        together(ranks, "train", first=4, last=5)
+        assert (got["step"], got["verdict"], got["steps_lost"]) == (step, "local", 0)
+        together(ranks, "train", first=step + 1, last=step + 2)
 
 
 def test_a_put_in_mid_copy_outlives_its_holder(tmp_path: Path, nursery: RankNursery) -> None:

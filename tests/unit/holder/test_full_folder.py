@@ -16,7 +16,6 @@ from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import ControllerIdentity
 from memstore.core.wire.orders import Order, PushTargets, WriteJournal
 from memstore.core.wire.reports import FactsWritten, Heartbeat, Inventory, decode_holder_message
-from memstore.drills.breaking.kept_up import FullFileSystem
 from memstore.errors import CapacityError, PeerTimeout
 from memstore.shell.arena.journal_file import AHEAD_NBYTES, Journal
 from memstore.shell.arena.manifests import ManifestFolder
@@ -26,6 +25,7 @@ from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_tcp
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.clusters.store_name import scratch_store_name
+from memstore.testing.faults.kept_up import FullFileSystem
 from recovery.inventory import ShardId
 
 M = TypeVar("M")
