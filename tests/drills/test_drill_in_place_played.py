@@ -8,13 +8,14 @@ import pytest
 
 pytest.importorskip("ray")
 
+import memstore.drills.scenes.scene as scene_module
 from memstore.config import MIB
 from memstore.drills.model.options import Options
 from memstore.drills.model.promises import IN_PLACE, REFUSED
 from memstore.drills.model.report import BROKEN, ERROR, PASS, PHASES, Report
 from memstore.drills.run.runner import run_drill
 from memstore.drills.sites.site import EmbeddedSite
-from memstore.testing.faults import arena_files
+from memstore.testing.faults import processes
 
 RANKS = 3
 pytestmark = [pytest.mark.ray, pytest.mark.drill, pytest.mark.long, pytest.mark.timeout(600)]
@@ -52,8 +53,8 @@ def test_one_altered_bit_breaks_the_promise(site: EmbeddedSite) -> None:
 
 def test_a_victim_that_lives_on_is_an_error(site: EmbeddedSite, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kill that did not kill proves nothing."""
-    monkeypatch.setitem(arena_files.ON_VICTIM, "kill", lambda processes: len(processes))
-    monkeypatch.setitem(arena_files.ON_VICTIM, "wait_gone", lambda processes: arena_files.wait_gone(processes, 0.2))
+    monkeypatch.setattr(scene_module, "kill", lambda victims: len(victims))
+    monkeypatch.setattr(scene_module, "wait_gone", lambda victims: processes.wait_gone(victims, 0.2))
     report = play(site, "in-place-kill-rank")
     assert (report.outcome, report.error) == (ERROR, "DrillError"), report.words
     assert "still run" in report.words

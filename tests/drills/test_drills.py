@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 from variants import later
 
+import memstore.drills.scenes.scene as scene_module
 from memstore.config import MIB
 from memstore.drills.cli.group import drill as drill_command
 from memstore.drills.model.catalogue import DRILLS
@@ -28,7 +29,7 @@ from memstore.shell.rank.admin_link import store_root
 from memstore.testing.clusters.embedded import EmbeddedCluster
 from memstore.testing.clusters.scratch_folder import scratch_folder
 from memstore.testing.clusters.store_name import racks
-from memstore.testing.faults import arena_files
+from memstore.testing.faults import arena_files, processes
 from memstore.testing.ranks.states import alter, compare, make_state
 
 RANKS = 2  # on h2 and h3; starting a rank's process is what a drill takes longest for
@@ -204,8 +205,8 @@ def test_one_altered_bit_breaks_the_promise(site: EmbeddedSite) -> None:
 @on_ray
 def test_a_victim_that_lives_on_is_an_error(site: EmbeddedSite, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kill that did not kill ends in an error: nothing is proved by recovering from nothing."""
-    monkeypatch.setitem(arena_files.ON_VICTIM, "kill", lambda processes: len(processes))
-    monkeypatch.setitem(arena_files.ON_VICTIM, "wait_gone", lambda processes: arena_files.wait_gone(processes, 0.2))
+    monkeypatch.setattr(scene_module, "kill", lambda victims: len(victims))
+    monkeypatch.setattr(scene_module, "wait_gone", lambda victims: processes.wait_gone(victims, 0.2))
     report, _ = play(site, "kill-rank")
     assert (report.outcome, report.error) == (ERROR, "DrillError"), report.words
     assert "still run" in report.words

@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from memstore.errors import ConfigError, DrillError, MemstoreError
+from memstore.errors import ConfigError, DrillError
 from memstore.testing.ranks.rank import RankProgram
 from memstore.testing.ranks.rank_process import RankFailed, RankNursery, RankProcess
 
@@ -36,9 +36,10 @@ class Rank:
     pid: int = 0
     start: int = 0
 
-    def call(self, do: str, **command: Any) -> Any:
-        """Begin a command of `RankProgram`; return what `collect` takes."""
-        return self.actor.answer.remote(do, command)
+    def call(self, do: str, **command: Any) -> Future[Any]:
+        """Begin a command of `RankProgram`; return its Future."""
+        found: Future[Any] = self.actor.answer.remote(do, command).future()
+        return found
 
     def end(self) -> None:
         """Kill the process."""
@@ -62,7 +63,9 @@ class ForkedRank(Rank):
             self.process.begin(do, **command)
             return self.process.finish(ANSWER_S)
         except RankFailed as failed:
-            raise (ConfigError if failed.error == "ConfigError" else DrillError)(str(failed)) from None
+            if failed.error == "ConfigError":
+                raise ConfigError(failed.message) from None
+            raise
         except (EOFError, ValueError) as exc:
             raise ConnectionError(f"rank process {self.process.pid} is gone: {exc}") from exc
 
@@ -142,40 +145,24 @@ def kill_actors(ranks: Sequence[Rank]) -> None:
             rank.end()
 
 
-def collect(calls: Sequence[Any], what: str, timeout_s: float = CALL_S) -> list[Any]:
+def collect(calls: Sequence[Future[Any]], what: str, timeout_s: float = CALL_S) -> list[Any]:
     """Return the results of calls to all ranks.
 
     Raises:
         DrillError: a rank died, raised or did not answer in time; so the drill itself does not work.
         ConfigError: a rank raised it.
     """
-    if not calls:  # without Ray, ray.get would start a Ray cluster
-        return []
-    if isinstance(calls[0], Future):
-        return _collect_threads(calls, what, timeout_s)
-    try:
-        return list(ray.get(list(calls), timeout=timeout_s))
-    except ray.exceptions.RayTaskError as exc:
-        cause = exc.cause if exc.cause is not None else exc
-        if isinstance(cause, ConfigError):
-            raise cause from None
-        raise DrillError(f"{what}: a rank of the drill raised {type(cause).__name__}: {cause}") from exc
-    except ray.exceptions.GetTimeoutError as exc:
-        raise DrillError(f"{what}: the drill's ranks did not answer within {timeout_s:g} s") from exc
-    except ray.exceptions.RayError as exc:
-        raise DrillError(f"{what}: a rank of the drill is gone: {str(exc).splitlines()[0]}") from exc
-
-
-def _collect_threads(calls: Sequence[Any], what: str, timeout_s: float) -> list[Any]:
-    """Return the results of calls to forked ranks, each of which has a thread for its calls."""
     deadline_s = time.monotonic() + timeout_s
     try:
         return [call.result(timeout=max(0.0, deadline_s - time.monotonic())) for call in calls]
     except FutureTimeout as exc:
         raise DrillError(f"{what}: the drill's ranks did not answer within {timeout_s:g} s") from exc
-    except ConfigError:
-        raise
-    except MemstoreError as exc:
+    except RankFailed as exc:
         raise DrillError(f"{what}: a rank of the drill raised {exc}") from exc
-    except OSError as exc:
-        raise DrillError(f"{what}: a rank of the drill is gone: {exc}") from exc
+    except ray.exceptions.RayTaskError as exc:
+        cause = exc.cause if exc.cause is not None else exc
+        if isinstance(cause, ConfigError):
+            raise cause from None
+        raise DrillError(f"{what}: a rank of the drill raised {type(cause).__name__}: {cause}") from exc
+    except (ray.exceptions.RayError, OSError) as exc:
+        raise DrillError(f"{what}: a rank of the drill is gone: {str(exc).splitlines()[0]}") from exc

@@ -18,7 +18,8 @@ from memstore.drills.sites.drill_context import DrillContext
 from memstore.drills.sites.scratch import put_rows
 from memstore.drills.sites.site import EmbeddedSite
 from memstore.errors import ConfigError, DrillError
-from memstore.testing.faults.processes import Process
+from memstore.testing.faults.arena_files import arena_identity, holder_process
+from memstore.testing.faults.processes import Process, freeze, kill, thaw, wait_frozen, wait_gone
 from memstore.testing.ranks.rank import Restored
 
 STALL_SLACK_S = 1.0  # above the stall budget: on a busy machine a put may return so much later
@@ -78,9 +79,9 @@ class Scene:
     def wait_for_effect(self) -> str:
         """Check that the fault is there; return how, as text. Raise DrillError if the fault is not there."""
         for host, process in self.killed:
-            self.site.do(host, "wait_gone", [process])
+            self.site.do(host, wait_gone, [process])
         for host, process in self.frozen:
-            self.site.do(host, "wait_frozen", process)
+            self.site.do(host, wait_frozen, process)
         found = [f"{pids_text(self.killed)} gone (checked)"] if self.killed else []
         found += [f"{pids_text(self.frozen)} stopped (state T, checked)"] if self.frozen else []
         if self.hosts:
@@ -175,30 +176,29 @@ class Scene:
 
     def kill(self, host: str, process: Process) -> None:
         """Send SIGKILL; raise DrillError if the process was gone before."""
-        if not self.site.do(host, "kill", [process]):
+        if not self.site.do(host, kill, [process]):
             raise DrillError(f"pid {process[0]} on {host} was gone before it was killed")
         self.killed.append((host, process))
 
     def freeze(self, host: str, process: Process) -> None:
         """Send SIGSTOP; `cleanup` lets the process go on."""
         self.frozen.append((host, process))
-        self.site.do(host, "freeze", process)
+        self.site.do(host, freeze, process)
 
     def thaw(self) -> None:
         """Let all frozen processes go on."""
         for host, process in self.frozen:
-            self.site.do(host, "thaw", process)
+            self.site.do(host, thaw, process)
             self.site.unreachable_hosts.discard(host)
         self.frozen = []
 
     def holder(self, host: str) -> Process:
         """Return the holder's process on a host."""
-        process: Process = self.site.do(host, "holder_process", self.site.folder(host))
-        return process
+        return self.site.do(host, holder_process, self.site.folder(host))
 
     def arena(self, host: str) -> Any:
         """Return what tells the arena file of a host from a later one."""
-        return self.site.do(host, "arena_identity", self.site.folder(host))
+        return self.site.do(host, arena_identity, self.site.folder(host))
 
     def lose_memories(self) -> list[str]:
         """Destroy the memory of all `self.hosts` and check each; return what was done, one text per host."""

@@ -10,6 +10,7 @@ from memstore.core.wire.replies import Status
 from memstore.drills.scenes.scene import Scene
 from memstore.drills.scenes.scenes_ranks import KillRank
 from memstore.errors import DrillError
+from memstore.testing.faults.processes import freeze_in_persist
 
 
 class ControllerScene(Scene):
@@ -61,7 +62,7 @@ class KillControllerPersist(ControllerScene):
     def inject(self) -> str:
         self.durable_before = self.job.newest().durable_step or 0
         folder = str(Path(str(self.context.config.durable)) / self.job.name)
-        step = self.site.do(self.at, "freeze_in_persist", self.process, folder)
+        step = self.site.do(self.at, freeze_in_persist, self.process, folder)
         return f"{self.kill_controller()} while step {step} had parts and no marker (checked while it was stopped)"
 
     def wait_for_recovery(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from memstore.core.wire.replies import Status
 from memstore.drills.scenes.scene import Scene, host_row
+from memstore.testing.faults.arena_files import check_silent, secret_of
 
 FLAPS = 3  # so many deaths within ten minutes put a host on probation (R29)
 
@@ -34,8 +35,8 @@ class KillHolder(Scene):
         words = super().wait_for_effect()
         if self.is_beyond:
             return words
-        secret = self.site.do(self.victim_host, "secret_of", self.site.folder(self.victim_host))
-        self.site.do(self.victim_host, "check_silent", self.victim_host, self.record, self.site.config, secret)
+        secret = self.site.do(self.victim_host, secret_of, self.site.folder(self.victim_host))
+        self.site.do(self.victim_host, check_silent, self.victim_host, self.record, self.site.config, secret)
         return f"{words}, its port does not answer (checked)"
 
     def recover(self) -> None:

@@ -12,6 +12,7 @@ from memstore.drills.scenes.scene import Scene
 from memstore.drills.scenes.scenes_control import ControllerScene
 from memstore.drills.scenes.scenes_hosts import ZOMBIE_S, KillHost, KillTwoHosts, RayletScene
 from memstore.errors import DrillError
+from memstore.testing.faults.arena_files import check_silent, secret_of
 from memstore.testing.faults.processes import Process, wait_frozen, wait_gone
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class InPlaceFreezeRank(InPlaceScene):
         self.begin()
         host, (pid, _) = self.victim_host, self.victim_process
         self.freeze(host, self.victim_process)
-        self.site.do(host, "wait_frozen", self.victim_process)  # its watchdog may kill it from now on
+        self.site.do(host, wait_frozen, self.victim_process)  # its watchdog may kill it from now on
         self.frozen = []
         return "; ".join([f"SIGSTOP to rank {self.rank} (pid {pid}, state T) on {host}", *self.lose_memories()])
 
@@ -295,13 +296,13 @@ class InPlaceCutLink(InPlaceZombies):
 
     def strike(self, processes: list[Process]) -> str:
         self.record = self.site.record(self.victim_host)
-        self.secret = self.site.do(self.victim_host, "secret_of", self.site.folder(self.victim_host))
+        self.secret = self.site.do(self.victim_host, secret_of, self.site.folder(self.victim_host))
         self.own_site.links.cut(self.victim_host)
         self.is_cut = True
         return f"the link of {self.victim_host} cut; {len(processes)} processes live on, {len(self.zombies)} ranks"
 
     def wait_for_effect(self) -> str:
-        self.site.do(self.victim_host, "check_silent", self.victim_host, self.record, self.site.config, self.secret)
+        self.site.do(self.victim_host, check_silent, self.victim_host, self.record, self.site.config, self.secret)
         lost = f"; {', '.join(self.hosts)}: arena file gone (each checked)" if self.hosts else ""
         return f"the holder of {self.victim_host} cannot be reached (checked){lost}"
 

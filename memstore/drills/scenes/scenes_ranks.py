@@ -8,7 +8,7 @@ from typing import Any
 
 from memstore.core.wire.replies import Status
 from memstore.drills.scenes.scene import Scene
-from memstore.testing.faults.processes import Process
+from memstore.testing.faults.processes import Process, freeze_in_put, remove_mark
 
 
 class KillRank(Scene):
@@ -49,7 +49,7 @@ class KillRankMidPut(KillRank):
 
     def inject(self) -> str:
         host, process = self.victim_host, self.begin(marks={self.rank: self.mark})
-        step = self.site.do(host, "freeze_in_put", process, self.mark)
+        step = self.site.do(host, freeze_in_put, process, self.mark)
         self.kill(host, process)
         return (
             f"SIGKILL to rank {self.rank} (pid {process[0]}) on {host} inside its put of step {step} (checked while it "
@@ -58,7 +58,7 @@ class KillRankMidPut(KillRank):
 
     def cleanup(self) -> None:
         if self.holders:
-            self.site.do(self.victim_host, "remove_mark", self.mark)
+            self.site.do(self.victim_host, remove_mark, self.mark)
 
 
 class HangRank(KillRank):

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from memstore.core.wire.replies import Status, VerifyResult
 from memstore.drills.scenes.scene import Scene
 from memstore.drills.sites.scratch import ScratchJob, put_rows
 from memstore.errors import DrillError
+from memstore.testing.faults.arena_files import flip_chunk, has_manifest, is_sealed_damage, tear_manifest
 from memstore.testing.faults.kept_up import SlowFileSystem
 from memstore.testing.faults.mounts import check_full, make_ext4, mount, mount_tmpfs, unmount
 from memstore.testing.faults.processes import Process
@@ -39,13 +40,10 @@ class CopyScene(Scene):
     def victims(self) -> list[str]:
         return [f"{self.what} of rank {self.rank} on {host}" for host in self.hit]
 
-    def damage(self, host: str, fault: str) -> dict[str, Any]:
+    def damage(self, host: str, fault: Callable[[str, str, int, int, float], dict[str, Any]]) -> dict[str, Any]:
         """Run a fault on the copy of a host; return what it did."""
-        step = self.context.report.step_before
-        found: dict[str, Any] = self.site.do(
-            host, fault, self.site.folder(host), self.job.name, step, self.rank, self.where
-        )
-        return found
+        step = int(self.context.report.step_before or 0)
+        return self.site.do(host, fault, self.site.folder(host), self.job.name, step, self.rank, self.where)
 
     def wait_repaired(self) -> None:
         """Wait until all copies are there again."""
@@ -62,7 +60,7 @@ class CorruptChunk(CopyScene):
     answer: VerifyResult | None = None
 
     def inject(self) -> str:
-        self.flips = {host: self.damage(host, "flip_chunk") for host in self.hit}
+        self.flips = {host: self.damage(host, flip_chunk) for host in self.hit}
         return (
             f"one bit of chunk {self.flips[self.hit[0]]['chunk']} of rank {self.rank}, step "
             f"{self.context.report.step_before}, on {', '.join(self.hit)}"
@@ -79,7 +77,7 @@ class CorruptChunk(CopyScene):
         if self.answer is None:
             self.answer = self.site.ask(VerifyStore(job=self.job.name), VERIFY_S)
         for host, flip in self.flips.items():
-            if self.site.do(host, "is_sealed_damage", self.site.folder(host), flip):
+            if self.site.do(host, is_sealed_damage, self.site.folder(host), flip):
                 return None
         found = {host: self.answer.found[host].damaged for host in self.hit}
         by_verify = ", ".join(f"{count} on {host}" for host, count in found.items() if count)
@@ -106,7 +104,7 @@ class TornManifest(CopyScene):
     def inject(self) -> str:
         words = []
         for host in self.hit:
-            torn = self.damage(host, "tear_manifest")  # which has tried to read the rest as a manifest, and failed
+            torn = self.damage(host, tear_manifest)  # which has tried to read the rest as a manifest, and failed
             self.processes[host] = self.holder(host)
             self.kill(host, self.processes[host])
             words.append(f"manifest of rank {self.rank}, step {self.context.report.step_before}, on {host} cut from "
@@ -123,7 +121,7 @@ class TornManifest(CopyScene):
             return
         self.wait_repaired()
         step = int(self.context.report.step_before or 0)
-        if not self.site.do(host, "has_manifest", self.site.folder(host), self.job.name, step, self.rank):
+        if not self.site.do(host, has_manifest, self.site.folder(host), self.job.name, step, self.rank):
             self.broken(f"{host} counts as holding rank {self.rank} of step {step} and has no manifest of it")
 
 

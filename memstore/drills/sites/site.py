@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -24,9 +24,17 @@ from memstore.shell.on_ray.actors import NAMESPACE, controller_name, live_nodes
 from memstore.shell.on_ray.membership import RayMembership
 from memstore.testing.clusters.embedded import EmbeddedCluster
 from memstore.testing.clusters.namespaces import NamespaceRig
-from memstore.testing.faults import arena_files
-from memstore.testing.faults.processes import Process, kill, wait_gone
+from memstore.testing.faults.arena_files import (
+    arena_identity,
+    check_destroyed,
+    check_silent,
+    destroy_arena,
+    holder_process,
+    secret_of,
+)
+from memstore.testing.faults.processes import Process, kill, memory_available, process_of, wait_gone
 
+P = ParamSpec("P")
 R = TypeVar("R")
 POLL_S = 0.05
 ASK_S = 5.0
@@ -38,9 +46,9 @@ WAIT_S = 60.0
 class RemoteFaults:
     """An actor that runs faults on the machine of its node."""
 
-    def do(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Run one function of `arena_files.ON_VICTIM`."""
-        return arena_files.ON_VICTIM[name](*args)
+    def do(self, work: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Run one function of `memstore.testing.faults`."""
+        return work(*args, **options)
 
 
 class Site:
@@ -139,8 +147,8 @@ class Site:
 
     # -- breaking -----------------------------------------------------------------------------
 
-    def do(self, host: str, name: str, *args: Any) -> Any:
-        """Run one function of `arena_files.ON_VICTIM` on the machine of a host; return its result."""
+    def do(self, host: str, work: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
+        """Run one function of `memstore.testing.faults` on the machine of a host; return its result."""
         if host not in self._remote_faults:
             self._remote_faults[host] = (
                 ray.remote(RemoteFaults)
@@ -148,16 +156,17 @@ class Site:
                 .remote()
             )
         try:
-            return ray.get(self._remote_faults[host].do.remote(name, args), timeout=REMOTE_S)
+            found: R = ray.get(self._remote_faults[host].do.remote(work, *args, **options), timeout=REMOTE_S)
+            return found
         except ray.exceptions.RayTaskError as exc:
-            raise DrillError(f"{name} on {host}: {exc.cause if exc.cause is not None else exc}") from exc
+            raise DrillError(f"{work.__name__} on {host}: {exc.cause if exc.cause is not None else exc}") from exc
         except ray.exceptions.RayError as exc:
-            raise DrillError(f"{name} on {host} did not answer: {str(exc).splitlines()[0]}") from exc
+            raise DrillError(f"{work.__name__} on {host} did not answer: {str(exc).splitlines()[0]}") from exc
 
     def reach(self, hosts: list[str]) -> None:
         """Start the actors for faults on the hosts now, so that no fault has to wait for the start of a process."""
         for host in hosts:
-            self.do(host, "memory_available")
+            self.do(host, memory_available)
 
     def controller_process(self) -> tuple[str, Process]:
         """Return a host on the controller's machine, and the controller's process."""
@@ -166,7 +175,7 @@ class Site:
         host = next((h for h, node in self.nodes().items() if node == described["node"]), None)
         if host is None:
             raise DrillError("the controller's node has no holder: the drill cannot reach its process")
-        return host, self.do(host, "process_of", int(described["pid"]))
+        return host, self.do(host, process_of, int(described["pid"]))
 
     def may_lose(self, hosts: list[str]) -> bool:
         """Return whether all of these hosts may be lost."""
@@ -178,14 +187,14 @@ class Site:
         The store starts a new holder with an empty arena.
         """
         folder, record = self.folder(host), self.record(host)
-        secret = self.do(host, "secret_of", folder)
-        victims = [self.do(host, "holder_process", folder), *((r.pid, r.start) for r in ranks if r.host == host)]
-        before = self.do(host, "arena_identity", folder)
-        self.do(host, "kill", victims)
-        self.do(host, "wait_gone", victims)
-        nbytes = int(self.do(host, "destroy_arena", folder))
-        self.do(host, "check_destroyed", folder, before)
-        self.do(host, "check_silent", host, record, self.config, secret)
+        secret = self.do(host, secret_of, folder)
+        victims = [self.do(host, holder_process, folder), *((r.pid, r.start) for r in ranks if r.host == host)]
+        before = self.do(host, arena_identity, folder)
+        self.do(host, kill, victims)
+        self.do(host, wait_gone, victims)
+        nbytes = self.do(host, destroy_arena, folder)
+        self.do(host, check_destroyed, folder, before)
+        self.do(host, check_silent, host, record, self.config, secret)
         return nbytes
 
     def lose_host(self, host: str, ranks: list[Rank]) -> str:
@@ -225,9 +234,9 @@ class EmbeddedSite(Site):
             raise DrillError(f"the hosts of this cluster have no links to cut: it needs {PLACES[RAY_NAMESPACES]}")
         return self.cluster.rig
 
-    def do(self, host: str, name: str, *args: Any) -> Any:
-        """Run one function of `arena_files.ON_VICTIM` here: all hosts are on this machine."""
-        return arena_files.ON_VICTIM[name](*args)
+    def do(self, host: str, work: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
+        """Run one function of `memstore.testing.faults` here: all hosts are on this machine."""
+        return work(*args, **options)
 
     def places(self) -> list[str]:
         """Return the live hosts, the head last: it cannot be lost; so a job with few ranks has none on it."""
@@ -240,17 +249,17 @@ class EmbeddedSite(Site):
     def lose_host(self, host: str, ranks: list[Rank]) -> str:
         """Kill every process of a host's raylet and destroy its arena; check that all of it is gone."""
         folder, record = self.folder(host), self.record(host)
-        secret, victims = arena_files.secret_of(folder), self.cluster.node_processes(host)
+        secret, victims = secret_of(folder), self.cluster.node_processes(host)
         strangers = [r.pid for r in ranks if r.host == host and (r.pid, r.start) not in victims]
         if strangers:
             raise DrillError(f"ranks {strangers} on {host} are not below its raylet: killing it would not kill them")
-        before = arena_files.arena_identity(folder)
+        before = arena_identity(folder)
         self.lost[host] = dict(self.cluster.labels[host])
         self.pool.forget(host)
         done = self.cluster.lose_host(host)
         wait_gone(victims)
-        arena_files.check_destroyed(folder, before)
-        arena_files.check_silent(host, record, self.config, secret)
+        check_destroyed(folder, before)
+        check_silent(host, record, self.config, secret)
         gone = size_text(done["nbytes"])
         return f"SIGKILL to all {len(victims)} processes of {host}, arena file destroyed ({gone} gone)"
 
@@ -275,7 +284,7 @@ class EmbeddedSite(Site):
     def end_head(self) -> int:
         """Kill every process of Ray's head; return how many. The other raylets end by themselves a while later."""
         others = [host for host in self.cluster.labels if host != self.head]
-        holders = [arena_files.holder_process(self.folder(host)) for host in others]
+        holders = [holder_process(self.folder(host)) for host in others]
         self.headless = [*map(self.cluster.raylet, others), *holders]
         self.left_behind = [victim for host in others for victim in self.cluster.node_processes(host)]
         victims = self.cluster.kill_head()
@@ -319,7 +328,7 @@ class EmbeddedSite(Site):
     def heal(self) -> None:
         """Add new machines with the names and labels of the lost ones."""
         for host, labels in list(self.lost.items()):
-            arena_files.destroy_arena(self.folder(host))
+            destroy_arena(self.folder(host))
             self.cluster.add_node(host, labels)
             del self.lost[host]
         self.wait_hosts_live(list(self.cluster.labels))

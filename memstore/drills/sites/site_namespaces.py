@@ -20,13 +20,12 @@ from memstore.config import MIB, Config
 from memstore.core.cluster.facts import StepCommitted
 from memstore.core.journal.records import entry_from_record
 from memstore.drills.ranks.ranks import ForkedPool, Rank
-from memstore.drills.sites.site import Site
+from memstore.drills.sites.site import P, R, Site
 from memstore.errors import DrillError
 from memstore.shell.arena.journal_file import JOURNAL_NAME, read_records
 from memstore.testing.clusters.namespaces import NamespaceRig, enter
 from memstore.testing.clusters.processes import ProcessCluster, kill
 from memstore.testing.clusters.store_name import racks
-from memstore.testing.faults import arena_files
 from memstore.testing.faults.fault_proxy import FaultProxy
 from memstore.testing.ranks.rank_process import LOG_VARIABLE, RankNursery
 
@@ -54,9 +53,9 @@ class NamespacesSite(Site):
         """Kill the idle ranks."""
         self.pool.close()
 
-    def do(self, host: str, name: str, *args: Any) -> Any:
-        """Run one function of `arena_files.ON_VICTIM` here: all hosts are on this machine."""
-        return arena_files.ON_VICTIM[name](*args)
+    def do(self, host: str, work: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
+        """Run one function of `memstore.testing.faults` here: all hosts are on this machine."""
+        return work(*args, **options)
 
     def nodes(self) -> dict[str, str]:
         """Return nothing: there are no Ray nodes."""

@@ -1,7 +1,7 @@
 """The files of an arena, read and damaged without their holder, and the checks that the damage is there.
 
-Scenes, sites and nemesis call them. What `ON_VICTIM` names takes and returns plain values, so that it may also run on
-the victim's machine through a Ray actor. A fault that took no effect raises a DrillError: recovery from nothing proves
+Scenes, sites and nemesis call them. They take and return plain values, so that they may also run on the victim's
+machine through a Ray actor. A fault that took no effect raises a DrillError: recovery from nothing proves
 nothing.
 """
 
@@ -12,7 +12,7 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,6 @@ from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.tls import Tls
 from memstore.testing.faults.processes import (
     Process,
-    freeze,
-    freeze_in_persist,
-    freeze_in_put,
-    kill,
-    memory_available,
-    process_of,
-    remove_mark,
-    thaw,
-    wait_frozen,
-    wait_gone,
 )
 
 PROBE_S = 1.0
@@ -251,14 +241,3 @@ def is_sealed_damage(folder: str, flipped: dict[str, Any]) -> bool:
     data = _slot_bytes(folder, flipped["slot"], flipped["nbytes"])
     is_claimed = record["state"] == SlotState.SEALED and record["digest"].tobytes().hex() == flipped["digest"]
     return bool(is_claimed) and chunk_digest(data).hex() != flipped["digest"]
-
-
-#: What a drill may call on the victim's machine, by name.
-ON_VICTIM: dict[str, Callable[..., Any]] = {
-    work.__name__: work
-    for work in (
-        holder_process, process_of, kill, wait_gone, arena_identity, destroy_arena, check_destroyed,
-        secret_of, check_silent, flip_chunk, is_sealed_damage, freeze, wait_frozen, thaw, memory_available,
-        freeze_in_put, freeze_in_persist, remove_mark, tear_manifest, has_manifest,
-    )
-}  # fmt: skip
