@@ -36,6 +36,11 @@ def test_a_mistake_in_telling_undoes_nothing() -> None:
     """Recording never breaks a decision."""
     calls = [method for name, method in vars(EventRecorder).items() if not name.startswith("_")]
     assert [method.__name__ for method in calls if not hasattr(method, "__wrapped__")] == []
+    world, _ = trained(2)
+    machine = world.served
+    machine.out.note("no such kind", job=JOB)
+    assert "no such kind" in machine.parts.recorder.problem
+    assert "nothing else is affected" in machine.out.actions[-1].text
 
 
 def test_a_step_leaves_one_put_and_one_commit_with_the_slowest_rank_and_the_seconds() -> None:
