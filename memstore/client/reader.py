@@ -20,8 +20,7 @@ from memstore.core.wire.replies import StepAwaited, StepLeased
 from memstore.errors import ConfigError, LeaseLost, NoNewerStep, PeerUnreachable
 from memstore.shell.rank.admin_link import ASK_S, Tool, open_any
 from memstore.shell.rank.collective import CALL_SLACK_S
-from memstore.shell.rank.range_read import ShardRanges
-from memstore.shell.rank.shard_read import ShardRead
+from memstore.shell.rank.shard_read import ShardRanges, ShardRead
 
 if TYPE_CHECKING:
     from memstore.client.dcp.reader import DcpReader

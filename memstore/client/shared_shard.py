@@ -28,8 +28,7 @@ from memstore.shell.codec.encode import StatePlan, plan_state
 from memstore.shell.codec.interpreter import copying
 from memstore.shell.rank.collective import collective
 from memstore.shell.rank.holder_link import HolderLink
-from memstore.shell.rank.range_read import ShardRanges
-from memstore.shell.rank.shard_read import ShardRead
+from memstore.shell.rank.shard_read import ShardRanges, ShardRead
 from memstore.shell.tensors.placed_sources import PlacedSources
 
 log = logging.getLogger("memstore")

@@ -39,8 +39,7 @@ from memstore.shell.rank.collective import CALL_SLACK_S, ask_with_all, collectiv
 from memstore.shell.rank.collective_marks import CollectiveMarks
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.launch import Launch
-from memstore.shell.rank.range_read import ShardRanges
-from memstore.shell.rank.shard_read import ShardRead
+from memstore.shell.rank.shard_read import ShardRanges, ShardRead
 from memstore.shell.rank.sigterm import WATCH
 from memstore.shell.rank.trained import TrainedWord
 

@@ -1,7 +1,7 @@
 """A get() that all ranks make, on one of them (R23, R26).
 
-asked --the controller has every rank compare into=--> handed out --loaded--> waiting for the others --all have--> over
-                                                            '--not loaded--> failed on all ranks: none adopts the step
+asked --every rank has compared into= with what is brought for it--> handed out --loaded--> waiting for the others
+    over <--all have loaded--'      failed on all ranks: none adopts the step <--not loaded--'
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from memstore.client.shared_shard import Resized, check_shard
 from memstore.core.cluster.text import error_text
 from memstore.core.format.manifest import decode_manifest
 from memstore.core.wire.calls import Get, ReadStep, ShardLoaded
-from memstore.core.wire.rank_messages import CheckInto
+from memstore.core.wire.rank_messages import CheckInto, IntoChecked
 from memstore.core.wire.replies import RestoreReport, ShardPlaced
-from memstore.core.wire.reports import IntoChecked, IntoError
 from memstore.errors import MemstoreError, WorldSizeError
 from memstore.shell.rank.collective import collective, loaded_with_all
 from memstore.shell.rank.holder_link import HolderLink
@@ -61,16 +60,15 @@ class WholeGet:
             self._into = self._own_into = None
 
     def check(self, order: CheckInto) -> None:
-        """Compare the state given as into= with a shard's manifest, and send the controller what came of it."""
-        error: IntoError | None = None
+        """Compare the state given as into= with a shard's manifest, and send the holder what came of it."""
+        refusal: tuple[str, str] | None = None
         try:
             check_shard(decode_manifest(order.manifest), self._into, self._own_into, self._puts.shared_shard)
         except MemstoreError as exc:
-            error = IntoError(error=type(exc).__name__, message=str(exc))
+            refusal = type(exc).__name__, str(exc)
         except Exception as exc:
-            error = IntoError(error="ManifestMismatch", message=f"into= cannot be compared: {exc!r}")
-        link = self._link
-        link.notify(IntoChecked(job=link.job, round=order.round, rank=link.rank, error=error))
+            refusal = "ManifestMismatch", f"into= cannot be compared: {exc!r}"
+        self._link.notify(IntoChecked(read=order.read, refusal=refusal))
 
     def _find(self, request: Get) -> ShardPlaced | Resized | None:
         """Ask with all ranks; return where this rank's bytes lie, None on a job without history."""

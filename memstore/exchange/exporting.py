@@ -24,7 +24,7 @@ from memstore.core.format.layout import batches
 from memstore.core.format.shared_layout import SharedShardLayout
 from memstore.errors import ConfigError, MemstoreError, StepDropped, UnsupportedState
 from memstore.exchange.step_items import items_of, read_items, write_items, write_put_step
-from memstore.shell.rank.range_read import ShardRanges
+from memstore.shell.rank.shard_read import ShardRanges
 
 NOTE_NAME = "memstore.json"  # in every export: its description, and the parts it lacks
 LIMIT_S = 7 * 86400.0  # of the lease, which ends with this process in any case

@@ -29,7 +29,7 @@ from memstore.core.format.manifest import chunk_digest
 from memstore.core.format.object_tree import Node, Tag
 from memstore.errors import IntegrityError, UnsupportedState
 from memstore.shell.codec.decode import StateBuild, guarded
-from memstore.shell.rank.range_read import ShardRanges
+from memstore.shell.rank.shard_read import ShardRanges
 from memstore.shell.tensors.slot_stream import SlotStream
 from memstore.shell.tensors.subclasses import placement_of
 

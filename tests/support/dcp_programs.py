@@ -22,8 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import memstore
 from memstore.client.dcp.reader import load
 from memstore.shell.rank.leases import OVER, Tenant
-from memstore.shell.rank.range_read import ShardRanges
-from memstore.shell.rank.shard_read import ShardRead
+from memstore.shell.rank.shard_read import ShardRanges, ShardRead
 from memstore.testing.ranks.dcp_ranks import DcpRank
 
 State = dict[str, Any]

@@ -206,7 +206,7 @@ class ScriptedIo:
     async def _unscripted(self, *given: Any, **named: Any) -> Any:
         raise NotImplementedError
 
-    send_chunks = store_marker = remove_durable = sweep_durable = claim_room = keep_staged = release_sends = _nothing
+    send_chunks = store_marker = remove_durable = sweep_durable = claim_room = verify_slots = release_sends = _nothing
     send_welcome = send_to_rank = grant = close_link = forget_process = forget_job = warn = unexpected = _nothing
     receive_chunks = receive_durable = compare_sample = _none
     call_peer = open_incoming = open_fresh = digest_and_store = _unscripted

@@ -16,8 +16,11 @@ import torch
 import memstore.client.connect
 from memstore.client.store import Store
 from memstore.config import Config
+from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.replica_store import ReplicaStore
-from memstore.core.holder.reads import direct_read
+from memstore.core.holder.reads import bring
+from memstore.core.wire.ids import WireShard, WireSpec
+from memstore.core.wire.orders import Bring
 from memstore.shell.arena.folder import arena_folder
 from memstore.shell.controller.controller import Controller
 from memstore.shell.holder.holder import Holder
@@ -118,7 +121,16 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 
 def bring_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have holders bring whole shards into slots, as where several ranks of a host read one (R34)."""
-    monkeypatch.setattr(direct_read, "is_direct", lambda state, order: False)
+    monkeypatch.setattr(bring, "comes_here", lambda state, order: True)
+
+
+def make_ready(holder: Holder, stored: StoredReplica) -> None:
+    """Bring a shard that is here for a reader, as number 1."""
+    order = Bring(
+        read=1, job=stored.shard.job, shard=WireShard.of(stored.shard), spec=WireSpec.of(stored.spec), chunks=None,
+        attempt=1, holders=(), durable=None, runs=(), reader="", use="read",
+    )  # fmt: skip
+    assert holder.io.run(bring._bring, holder.state, order) == {}
 
 
 def state(value: float) -> dict[str, torch.Tensor]:

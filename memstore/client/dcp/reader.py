@@ -28,8 +28,7 @@ from memstore.core.format.layout import batches, byte_span, row_major
 from memstore.core.format.manifest import Manifest
 from memstore.errors import IntegrityError, LeaseLost, ManifestMismatch, MemstoreError, RecoveryError, StepDropped
 from memstore.shell.codec.verified_stream import CheckedStream
-from memstore.shell.rank.range_read import ShardRanges
-from memstore.shell.rank.shard_read import ShardRead
+from memstore.shell.rank.shard_read import ShardRanges, ShardRead
 from recovery.inventory import StepId
 
 BATCH_BYTES = 256 << 20  # in transit while another is copied: bounds the arena memory of a load

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
 
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import SlotTable
@@ -22,15 +21,6 @@ PEER_INCOMING_MAX = 512
 # the name of a local rank's incoming replica; others are named for the sending host, and no host has this name
 LOCAL_SENDER = ".own"
 Key = tuple[ShardId, str]  # a shard and its digest: copies with different digests are different shards (R14)
-
-
-class StagedKey(NamedTuple):
-    """The reader for which a restore keeps a replica: a rank in a round, or in a read of one shard."""
-
-    job: str
-    rank: int
-    kind: Literal["round", "read"]
-    number: int
 
 
 @dataclass(slots=True)
@@ -83,7 +73,6 @@ class ReplicaIndex:
         self.incoming: dict[Key | tuple[ShardId, str, str], IncomingReplica] = {}
         self.shares: dict[str, PeerShare] = {}
         self.prepared: dict[str, PeerShare] = {}  # what jobs that restored will claim if they put
-        self.staged: dict[StagedKey, tuple[StoredReplica, int]] = {}  # what restores brought, each with its pin
         self.users: dict[int, list[Key]] = {}  # sealed slot -> shards that use it; sets are slow here
         self.pins_count = 0
 
@@ -200,9 +189,6 @@ class ReplicaIndex:
         manifests first and then calls `free` (R7: out is manifest, then slots).
         """
         gone = []
-        for staged in [key for key, (stored, _) in self.staged.items() if stored.shard == shard]:
-            stored, pin = self.staged.pop(staged)
-            stored.pins.pop(pin, None)
         for key in [k for k in self.shards if k[0] == shard]:
             if self.shards[key].pins:
                 self.shards[key].is_doomed = True
@@ -257,19 +243,6 @@ class ReplicaIndex:
         for replica in self.incoming.values():
             if replica.shard == shard and replica.part is not None:
                 replica.deadline_s = min(replica.deadline_s, deadline_s)
-
-    def keep_staged(self, key: StagedKey, stored: StoredReplica, pin: int) -> list[StoredReplica]:
-        """Keep a pinned replica until a later round of its rank, or a drop; let it go if it was dropped meanwhile.
-
-        A read takes the place of reads only. Return replicas that may go.
-        """
-        old = [k for k in self.staged if k[:3] == key[:3]]
-        freed = [self.staged.pop(k) for k in old]
-        if stored.is_doomed:
-            freed.append((stored, pin))
-        else:
-            self.staged[key] = (stored, pin)
-        return [gone for each in freed if (gone := self.unpin(*each)) is not None]
 
     def unpin(self, stored: StoredReplica, pin: int) -> StoredReplica | None:
         """Release a pin; return the replica if it was doomed and nothing pins it any more."""

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from memstore.core.arena.adoption import adopt
 from memstore.core.arena.claimed_memory import ClaimedMemory, Limit
 from memstore.core.arena.memory_ports import Clock, ManifestFiles, SealFollower, SlotHeader, SlotMemory
-from memstore.core.arena.replica_index import LOCAL_SENDER, IncomingReplica, ReplicaIndex, StagedKey, StoredReplica
+from memstore.core.arena.replica_index import LOCAL_SENDER, IncomingReplica, ReplicaIndex, StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner, SlotState, SlotTable
 from memstore.core.format.manifest import (
@@ -202,11 +202,11 @@ class ReplicaStore(Generic[M_co, F_co]):
         self, name: str, shard: ShardId, digests: Sequence[bytes], sizes: Sequence[int], attempt: int,
         part: tuple[int, ...] | None = None,
     ) -> IncomingReplica:  # fmt: skip
-        """Begin to receive a shard for a restore, or a part of it; hold the good chunks that are here (R23)."""
-        self.verify_old(digests, sizes, age_s=0.0)
+        """Begin to bring a shard to a reader, or a part of it; hold what is here of it, however long unverified."""
         with self.lock:
-            replica = self.index.open_incoming(name, shard, [b""] * len(digests), attempt=attempt, part=part)
-        self.expect(replica, replica.wanted, [digests[i] for i in replica.wanted], [sizes[i] for i in replica.wanted])
+            replica = self.index.open_incoming(name, shard, digests, attempt=attempt, part=part)
+            for index in replica.wanted:
+                self.index.hold_known(replica, index, sizes[index])
         return replica
 
     def expect(
@@ -223,13 +223,13 @@ class ReplicaStore(Generic[M_co, F_co]):
                 self.index.hold_known(replica, index, size)
             return [i for i in indices if replica.slots[i] is None]
 
-    def verify_old(self, digests: Sequence[bytes], sizes: Sequence[int], *, age_s: float = VERIFY_AGE_S) -> None:
+    def verify_old(self, digests: Sequence[bytes], sizes: Sequence[int]) -> None:
         """Digest old slots again before they answer for offered chunks (R13)."""
         now = self.clock.time()
         with self.lock:
             known = [self.table.lookup(d, n) for d, n in zip(digests, sizes, strict=True)]
             # A time in the future means that the clock was set back: it says nothing.
-            old = {n for n in known if n is not None and abs(now - self.table.slots[n].verified_s) > age_s}
+            old = {n for n in known if n is not None and abs(now - self.table.slots[n].verified_s) > VERIFY_AGE_S}
         self.verify_slots(old)
 
     def take_slots(self, count: int) -> list[int]:
@@ -335,17 +335,6 @@ class ReplicaStore(Generic[M_co, F_co]):
                 return None
             return stored, self.index.pin(stored, self.clock.monotonic() + PIN_S, is_reader=is_reader)
 
-    def keep_staged(self, key: StagedKey, stored: StoredReplica, pin: int) -> None:
-        """Keep a replica pinned for a restore; IntegrityError if it was dropped meanwhile (R23)."""
-        with self.lock:
-            self._discard(self.index.keep_staged(key, stored, pin))
-            if key not in self.index.staged:
-                raise IntegrityError(f"{stored.shard} was dropped while it was staged")
-
-    def staged(self, key: StagedKey) -> StoredReplica | None:
-        """Return what is kept for the reader of a round."""
-        return self.index.staged.get(key, (None, 0))[0]
-
     def unpin(self, stored: StoredReplica, pin: int) -> None:
         """Release a pin."""
         with self.lock:
@@ -393,16 +382,19 @@ class ReplicaStore(Generic[M_co, F_co]):
             self.flush()
         return damaged
 
-    def verify_slots(self, slots: Iterable[int]) -> None:
-        """Digest slots again and quarantine the bad ones; call `on_damaged` with the replicas that used them."""
-        for number in slots:
-            for damaged in self.verify_slot(number):
+    def verify_slots(self, slots: Iterable[int], map_slots: Callable[..., Iterable[list[StoredReplica]]] = map) -> None:
+        """Digest slots again and quarantine the bad ones; call `on_damaged` with the replicas that used them.
+
+        `map_slots` is a `map` that may use threads.
+        """
+        for replicas in map_slots(self.verify_slot, slots):
+            for damaged in replicas:
                 self.on_damaged(damaged)
 
     # -- dropping -----------------------------------------------------------------------------
 
     def drop(self, shard: ShardId) -> None:
-        """Remove every replica of a shard, also those that a restore staged (R7)."""
+        """Remove every replica of a shard (R7)."""
         with self.lock:
             self._discard(self.index.drop(shard, self.clock.monotonic() + DROPPED_READ_S))
 

@@ -7,13 +7,12 @@ from typing import Literal
 
 from memstore.core.cluster.job import Call
 from memstore.core.cluster.rank_calls import RankCalls
-from memstore.core.wire.calls import Get, ReadRanges, ReadStep, ShardLoaded
+from memstore.core.wire.calls import Get, ReadStep, ShardLoaded
 from memstore.core.wire.replies import RestoreReport
-from memstore.core.wire.reports import StageEnded
 from recovery.inventory import ShardId, StepId
 from recovery.planner import RecoveryPlan
 
-Phase = Literal["gathering", "listing", "waiting", "deciding", "staging", "checking", "loading", "releasing"]
+Phase = Literal["gathering", "listing", "waiting", "deciding", "staging", "loading", "releasing"]
 
 
 @dataclass(slots=True)
@@ -30,9 +29,9 @@ class Round:
     phase: Phase = "gathering"
     phase_since_s: float = 0.0
     plan: RecoveryPlan | None = None
-    staged: dict[int, StageEnded] = field(default_factory=dict)
-    checked: set[int] = field(default_factory=set)
-    check_again_s: float = 0.0  # when ranks that have not answered are asked again
+    is_decided: bool = False  # the decision is a fact, or nothing is adopted
+    reads: dict[int, int] = field(default_factory=dict)  # number of an order to bring a shard -> rank of the step
+    staged: dict[int, int] = field(default_factory=dict)  # rank of the step -> number of the order that was carried out
     failed_steps: dict[StepId, str] = field(default_factory=dict)
     planned_s: float = 0.0
     notes: list[str] = field(default_factory=list)
@@ -86,7 +85,7 @@ class Round:
 class Read:
     """One shard that is brought to the host of a reader."""
 
-    call: Call[Get] | Call[ReadStep] | Call[ReadRanges]
+    call: Call[Get] | Call[ReadStep]
     shard: ShardId
     verdict: str  # which tier its bytes come from
     why: str

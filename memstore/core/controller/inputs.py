@@ -72,9 +72,7 @@ class Inputs:
             reports.PushFailed: lambda host, report: p.repair.push_failed(state.now, report),
             reports.Fenced: self._fenced,
             reports.Reserved: p.room.reserved,
-            reports.StageEnded: lambda host, report: p.rounds.staged(state.now, report),
-            reports.ReadEnded: lambda host, report: p.reads.ended(report),
-            reports.IntoChecked: lambda host, report: p.rounds.checked(state.now, report),
+            reports.Brought: self._brought,
             reports.SliceWritten: p.durable.slice_written,
             reports.MarkerWritten: p.durable.marker_written,
             reports.StepRemoved: p.durable.step_removed,
@@ -147,6 +145,10 @@ class Inputs:
         self.parts.steps.skip(call)
 
     # -- reports ------------------------------------------------------------------------------
+
+    def _brought(self, host: str, report: reports.Brought) -> None:
+        if not self.parts.reads.ended(report):
+            self.parts.rounds.staged(self.state.now, report)
 
     def _sealed(self, host: str, report: reports.Sealed) -> None:
         p, copy = self.parts, report.copy.on(host)

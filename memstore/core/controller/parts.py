@@ -75,7 +75,7 @@ class Parts:
         self.rewinds = Rewinds(state, out, self.view, self.attempts)
         # restore
         self.reads = SingleReads(state, out, term)
-        self.staging = Staging(state, out, self.journal, self.room, self.repair)
+        self.staging = Staging(state, out, self.journal, self.room, self.repair, self.reads)
         self.followers = Followers(state, out, self.room, self.retention)
         self.rounds = Rounds(
             state, out, self.journal, self.view, self.durable_markers, self.staging, self.reads, self.followers

@@ -14,12 +14,12 @@ from msgspec.structs import replace
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder.holder_io import HolderIo
 from memstore.core.holder.link import Link
-from memstore.core.holder.reads import reader_pins
+from memstore.core.holder.reads import ready
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.calls import EndLease, LeaseStep, RankCall
 from memstore.core.wire.codec import encode
 from memstore.core.wire.orders import CallAnswered
-from memstore.core.wire.replies import ChunksStaged, Joined, ShardStaged, StepLeased, decode_passed
+from memstore.core.wire.replies import Joined, ShardReady, StepLeased, decode_passed
 from memstore.errors import IntegrityError
 
 
@@ -63,8 +63,8 @@ async def _answer(
     reply = decode_passed(call.request, data)
     if isinstance(reply, Joined):
         link.attempt, link.rank = reply.attempt, reply.rank
-    if isinstance(reply, ShardStaged | ChunksStaged):
-        reply = await reader_pins.place(io, state, link, reply)
+    if isinstance(reply, ShardReady):
+        reply = await ready.place(io, state, link, reply)
     elif isinstance(reply, StepLeased):
-        reply = replace(reply, pin=reader_pins.hold(state, link, partial(_end_lease, state, call)))
+        reply = replace(reply, pin=ready.hold(state, link, partial(_end_lease, state, call)))
     return CallAnswered(id=call.rank_id, reply=encode(reply))

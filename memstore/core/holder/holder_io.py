@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
 
-from memstore.core.arena.replica_index import IncomingReplica, StagedKey, StoredReplica
+from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder.link import Link
@@ -97,7 +97,7 @@ class Stop:
 class Lane(NamedTuple):
     """The threads that a procedure is run on: slow work of one kind, or for one key, holds up no other."""
 
-    kind: Literal["fence", "room", "drop", "verify", "push", "repair", "stage", "write", "list"]
+    kind: Literal["fence", "room", "drop", "verify", "push", "read", "repair", "write", "list"]
     key: tuple[str, ...] = ()  # of writes and lists: the storage, and the job if its pace is capped
 
 
@@ -160,13 +160,9 @@ class HolderIo(Protocol):
         """Return the manifest of a shard in durable storage; IntegrityError if it is not there as it was put."""
 
     async def receive_durable(
-        self, place: DurablePlace, replica: IncomingReplica, spec: ShardSpec, chunks: Sequence[int],
-        sizes: Sequence[int],
-    ) -> list[int]:  # fmt: skip
-        """Read a shard's chunks from durable storage into an incoming replica; return those that storage lacks.
-
-        `sizes` are of all chunks of the shard.
-        """
+        self, place: DurablePlace, replica: IncomingReplica, spec: ShardSpec, chunks: Sequence[int]
+    ) -> list[int]:
+        """Read a shard's chunks from durable storage into an incoming replica; return those that storage lacks."""
 
     async def open_durable(self, place: DurablePlace) -> Storage:
         """Return the storage of a job, under the key that is in this host's key file now."""
@@ -213,10 +209,10 @@ class HolderIo(Protocol):
         self, name: str, shard: ShardId, digests: Sequence[bytes], sizes: Sequence[int], attempt: int,
         chunks: tuple[int, ...] | None = None,
     ) -> IncomingReplica:  # fmt: skip
-        """Open an incoming replica for some chunks of a shard, or for all (None); good chunks here are in it."""
+        """Open an incoming replica for some chunks of a shard, or for all (None); it holds what is here of them."""
 
-    async def keep_staged(self, key: StagedKey, stored: StoredReplica, pin: int) -> None:
-        """Keep a pinned replica for the reader of a round; IntegrityError if it was dropped meanwhile."""
+    async def verify_slots(self, slots: Sequence[int]) -> None:
+        """Digest slots again; quarantine the bad ones, and report the copies that lose them."""
 
     # -- what is sent ---------------------------------------------------------------------------
 

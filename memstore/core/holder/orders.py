@@ -11,29 +11,26 @@ from typing import Any
 from memstore.core.holder import drop, persist, ranks, room
 from memstore.core.holder.holder_io import HolderIo, Lane
 from memstore.core.holder.puts import push, seal
-from memstore.core.holder.reads import stage
+from memstore.core.holder.reads import bring
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.orders import (
+    Bring,
     DropJob,
     DurableOrder,
     Fence,
     FreeCopies,
     HostNews,
     Order,
-    OrderCheck,
     PushCopy,
     PushTargets,
-    ReadChunks,
-    ReadShard,
     Reserve,
-    StageShard,
     StepLevel,
     VerifyCopies,
 )
 from memstore.core.wire.reports import CopiesVerified
 from memstore.errors import InternalError, MemstoreError
 
-DROP, REPAIR, ROOM, STAGE = Lane("drop"), Lane("repair"), Lane("room"), Lane("stage")
+DROP, READ, REPAIR, ROOM = Lane("drop"), Lane("read"), Lane("repair"), Lane("room")
 
 
 def obey(io: HolderIo, state: HolderState, order: Order) -> Coroutine[Any, Any, None] | None:
@@ -52,11 +49,9 @@ def obey(io: HolderIo, state: HolderState, order: Order) -> Coroutine[Any, Any, 
             copy = push.Push(order.shard.id, order.digest, order.target, is_repair=True)
             if push.begin(state, copy):
                 io.start(REPAIR, push.run, state, copy)
-        case StageShard() | ReadShard() | ReadChunks():
-            stage.begin(state, order)
-            io.start(STAGE, stage.run, state, order)
-        case OrderCheck():
-            return stage.check(io, state, order)
+        case Bring():
+            bring.begin(state, order)
+            io.start(READ, bring.run, state, order)
         case StepLevel(level="skipped" | "superseded"):
             io.start(DROP, drop.abandon, state, order)
         case StepLevel():

@@ -67,6 +67,8 @@ async def join(
         await io.send_to_rank(link, _fenced(state, link))
     elif committed is not None and committed.attempt == link.attempt:
         await io.send_to_rank(link, committed)
+    if (check := state.reads.check_of(link)) is not None:
+        await io.send_to_rank(link, check)
     await io.grant(link)
 
 

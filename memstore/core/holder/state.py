@@ -14,8 +14,8 @@ from memstore.core.holder.link import Link
 from memstore.core.holder.puts.shared_shards import HolderSharedShards
 from memstore.core.wire.calls import RankCall
 from memstore.core.wire.messages import HostInfo
-from memstore.core.wire.orders import StageShard, StepLevel
-from memstore.core.wire.rank_messages import PutReady
+from memstore.core.wire.orders import Bring, StepLevel
+from memstore.core.wire.rank_messages import CheckInto, PutReady
 from memstore.core.wire.reports import Report
 from recovery.inventory import ShardId, StepId
 
@@ -46,8 +46,8 @@ class Pushes:
 
 
 @dataclass(eq=False)
-class Reading:
-    """A read that fetches a shard, while other reads of the shard wait for it."""
+class Fetching:
+    """A read that fetches a shard to be stored here, while other reads of the shard wait for it."""
 
     is_over: bool = False
     replica: IncomingReplica | None = None
@@ -57,35 +57,37 @@ class Reading:
         return len(self.replica.missing) if self.replica is not None else -1
 
 
-@dataclass
-class Stages:
-    """The reads that are under way on this host."""
+@dataclass(eq=False)
+class Ready:
+    """What is in a reader's reach: slots of the wanted chunks that are here, and who has the others."""
 
-    reading: dict[tuple[ShardId, str], Reading] = field(default_factory=dict)  # shard and digest -> who fetches it
-    newest: dict[tuple[str, int], StageShard] = field(default_factory=dict)  # (job, rank) -> its round ordered last
-    unanswered_s: dict[str, float] = field(default_factory=dict)  # source -> when it last left a question unanswered
-
-
-ReadKey = int | tuple[str, int]  # the controller's number of a read; or the job and rank of a get of all ranks
-
-
-@dataclass(frozen=True)
-class PartialRead:
-    """The bytes that a reader may copy: slots of the wanted chunks that are here, None for all others."""
-
-    name: str  # of the incoming replica
+    order: Bring
     replica: IncomingReplica
     manifest: bytes
-    deadline_s: float
-    sources: Mapping[str, Sequence[int]] = field(default_factory=dict)  # host -> chunks that the reader fetches there
+    sources: Mapping[str, Sequence[int]]  # host -> chunks that the reader fetches there
+    deadline_s: float = 0.0
+    is_checked: bool = False  # its rank has compared it with `into=`
 
 
 @dataclass
-class PartialReads:
-    """The partial reads that are ready or used."""
+class Reads:
+    """The reads that are under way on this host, and what they have brought."""
 
-    known: dict[ReadKey, PartialRead] = field(default_factory=dict)
+    ready: dict[int, Ready] = field(default_factory=dict)  # by the number of its order
+    newest: dict[tuple[str, int], Bring] = field(default_factory=dict)  # (job, rank) -> its newest for a get of all
+    fetching: dict[tuple[ShardId, str], Fetching] = field(default_factory=dict)  # shard and digest -> who fetches it
+    unanswered_s: dict[str, float] = field(default_factory=dict)  # source -> when it last left a question unanswered
     is_tight: bool = False  # a read waits until others have given room back; no other one does so beside it
+
+    def check_of(self, link: Link) -> CheckInto | None:
+        """Return what a rank is to compare with `into=`; None if it has done so, or nothing is ready for it."""
+        order = self.newest.get((link.job, link.rank))
+        ready = self.ready.get(order.read) if order is not None and order.reader == link.nonce else None
+        return (
+            CheckInto(read=ready.order.read, manifest=ready.manifest)
+            if ready is not None and not ready.is_checked
+            else None
+        )
 
 
 @dataclass(frozen=True)
@@ -168,8 +170,7 @@ class HolderState:
     fences: JobFences = field(default_factory=JobFences)
     shared_shards: HolderSharedShards = field(default_factory=HolderSharedShards)
     pushes: Pushes = field(default_factory=Pushes)
-    stages: Stages = field(default_factory=Stages)
-    partial_reads: PartialReads = field(default_factory=PartialReads)
+    reads: Reads = field(default_factory=Reads)
     puts: Puts = field(default_factory=Puts)
     ranks: Ranks = field(default_factory=Ranks)
     stops: dict[tuple[str, StepId], Stop] = field(default_factory=dict)  # (job, step) -> what ends its durable writes

@@ -3,8 +3,8 @@
 The controller's machine hands it the ranks' calls and the holders' reports; `single_read.py` and `followers.py` serve
 readers, which have no barrier. Which step and which sources is `recovery`'s answer.
 
-    gathering --all ranks--> listing markers --> planning --fact spread--> staging --all verified--> checking into=
-        |                                         |  ^                    | a source lacks chunks: plan again
+    gathering --all ranks--> listing markers --> planning --> staging --all verified, into= fits, fact spread--> loading
+        |                                         |  ^           '--a source lacks chunks: planned again
         '--deadline--> failed                  wait for late hosts
-    checking into= --every rank takes it--> loading --all loaded--> releasing --fact spread--> answered
+    loading --all loaded--> releasing --fact spread--> answered
 """

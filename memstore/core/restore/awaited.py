@@ -19,8 +19,7 @@ def awaited_by_get(state: ClusterState, job: Job, attempt: Attempt) -> tuple[lis
         "listing": "durable storage to be listed",
         "waiting": f"{named_hosts(active.plan.wait_for if active.plan else ())}, which may have a newer step",
         "deciding": "hosts to write down what is restored",
-        "staging": f"{named_hosts(bringing)} to have the bytes",
-        "checking": f"{named_ranks(attempt, missing_ranks(attempt.world_size, active.checked))} to compare into=",
+        "staging": f"{named_hosts(bringing)} to have the bytes, and its ranks to compare into=",
         "loading": f"{named_ranks(attempt, missing_ranks(attempt.world_size, active.loads))} to load the bytes",
         "releasing": "hosts to write down that it is over",
     }[active.phase]

@@ -1,10 +1,10 @@
 """A get is one numbered round for all ranks alike. Pure (R23, R24, R25, R26, R27).
 
-gathering --all ranks--> listing (durable markers) --> planning --fact replicated--> staging
-    |                                                    |  ^                       |
-    |                                             wait for hosts (grace)   a source failed: next plan
-    '--deadline--> failed                                                           v
-       releasing <--every rank has loaded-- loading <--every rank's check passed-- checking (into=)
+gathering --all ranks--> listing (durable markers) --> planning --> staging, while the decision becomes a fact
+    |                                                    |  ^           |    '--a source failed: next plan
+    '--deadline--> failed                         wait for hosts (grace)|
+                                                                        v
+       releasing <--every rank has loaded-- loading <--every shard verified and compared with into=, fact replicated
                                                '--a rank could not load, or died--> failed: adopts nothing
 """
 
@@ -26,12 +26,12 @@ from memstore.core.durable.paths import storage_of
 from memstore.core.journal.replication import Journal
 from memstore.core.restore.awaited import awaited_text, ran_out_text
 from memstore.core.restore.followers import Followers, Wish
-from memstore.core.restore.single_read import SingleReads, Wanted, unknown_job
+from memstore.core.restore.single_read import SingleReads, unknown_job
 from memstore.core.restore.staging import Failed, Outcome, PlanAgain, Released, Staging, storage_config
 from memstore.core.targets.targets import ClusterView
-from memstore.core.wire.calls import Get, ShardLoaded, Withdraw
+from memstore.core.wire.calls import Get, ReadStep, ShardLoaded, Withdraw
 from memstore.core.wire.replies import GetAgain, Noted, NothingStored, RestoreReport, StepAgreed
-from memstore.core.wire.reports import IntoChecked, StageEnded
+from memstore.core.wire.reports import Brought
 from recovery.inventory import Inventory, StepId
 from recovery.lineage import in_lineage
 from recovery.planner import RecoveryPlan, plan
@@ -135,14 +135,14 @@ class Rounds:
         if call.request.is_agreement:
             self.out.answer(call, StepAgreed(step=attempt.parent_step, attempt=attempt.parent, report=None))
             return
-        self.reads.read(call, Wanted(attempt.parent_step, attempt.parent, call.request.rank))
+        self.reads.read(call, _again(call.request, StepId(attempt.parent, attempt.parent_step)))
 
     def _hand_out_again(self, call: Call[Get], step: StepId, report: RestoreReport) -> None:
         """Send a rank whose answer was lost what the others were sent: they may have loaded it by now."""
         if call.request.is_agreement:
             self.out.answer(call, StepAgreed(step=step.step, attempt=step.attempt, report=report))
         else:
-            self.reads.read(call, Wanted(step.step, step.attempt, call.request.rank, report=report))
+            self.reads.read(call, _again(call.request, step), report)
 
     def _list_markers(self, now: float, active: Round, job: Job, attempt: Attempt) -> None:
         hosts = [h for h in self.state.hosts.live_ids() if self.state.hosts.is_answering(h)]
@@ -304,16 +304,11 @@ class Rounds:
                 return
             active.notes.append(f"step {step.step} was {reason}; no other step is whole, so it is restored again")
             self.out.log(f"job {job.name!r}: {active.notes[-1]}", "warning")
-        active.enter(now, "deciding")
         if active.from_job is not None:
+            active.enter(now, "deciding")
             self._lease(active, step)
-            return
-        if not active.is_adopting:
+        else:
             self._act(now, active, self.staging.start(now, active))
-            return
-        self.journal.record(
-            RestoreDecided(job.name, active.attempt, active.number, step.attempt, step.step, self.state.wall_s)
-        )
 
     def _lease(self, active: Round, step: StepId) -> None:
         """Keep another job's step while it is read, in room of its own; without any it is read all the same."""
@@ -368,7 +363,7 @@ class Rounds:
         return is_good_end or (attempt is not None and (attempt.is_in_place or not attempt.is_released))
 
     def apply_decided(self, now: float, fact: RestoreDecided, *, is_replay: bool) -> None:
-        """Bind the lineage to the replicated decision, then stage (R22, R23)."""
+        """Bind the lineage to the replicated decision; hand out what is staged by then (R22, R23)."""
         job = self.state.jobs.get(fact.job)
         attempt = job.attempts.get(fact.attempt) if job is not None else None
         if job is None or attempt is None:
@@ -381,27 +376,22 @@ class Rounds:
         attempt.has_restored, attempt.is_released = True, fact.step is None
         attempt.rounds_count = max(attempt.rounds_count, fact.round)
         active = self.state.rounds.get(fact.job)
-        if is_replay or active is None or active.number != fact.round or active.phase != "deciding":
+        if is_replay or active is None or active.attempt != fact.attempt or active.number != fact.round:
             return
         if fact.step is None:
             del self.state.rounds[fact.job]
             active.calls.answer_all(self.out, NothingStored(lost=job.put_in_vain(attempt)))
         else:
-            self._act(now, active, self.staging.start(now, active))
+            active.is_decided = True
+            self._act(now, active, self.staging.go_on(now, active))
 
     # -- staging ------------------------------------------------------------------------------
 
-    def staged(self, now: float, report: StageEnded) -> None:
+    def staged(self, now: float, report: Brought) -> None:
         """Take a host's report on one rank's shard."""
-        active = self._current(report)
+        active = next((each for each in self.state.rounds.values() if report.read in each.reads), None)
         if active is not None:
             self._act(now, active, self.staging.staged(now, active, report))
-
-    def checked(self, now: float, report: IntoChecked) -> None:
-        """Take a rank's report on its `into=`."""
-        active = self._current(report)
-        if active is not None:
-            self._act(now, active, self.staging.checked(now, active, report))
 
     def loaded(self, now: float, call: Call[ShardLoaded]) -> None:
         """Take a rank's word that its state has what it was sent, or why not; answered once all ranks have (R23)."""
@@ -434,10 +424,6 @@ class Rounds:
             job.attempts[fact.attempt].branched = fact
         if not is_replay and active is not None and active.attempt == fact.attempt and active.phase == "releasing":
             self._act(now, active, Released())
-
-    def _current(self, report: StageEnded | IntoChecked) -> Round | None:
-        active = self.state.rounds.get(report.job)
-        return active if active is not None and active.number == report.round else None
 
     def _act(self, now: float, active: Round, outcome: Outcome) -> None:
         """Do what staging said is to become of a round."""
@@ -493,7 +479,7 @@ class Rounds:
         for active in self.state.rounds_from(job.name):
             if active.plan is None or active.plan.step != step:
                 continue
-            if active.phase in ("deciding", "staging", "checking"):
+            if active.phase in ("deciding", "staging"):
                 self.plan_again(now, active)
             elif active.phase == "loading":
                 why = f"step {step.step} was found torn while it was loaded: call get() again"
@@ -533,29 +519,35 @@ class Rounds:
                 self._plan(now, active)
             elif active.phase == "waiting":
                 self._plan(now, active, is_grace_over=waited_s > self.state.rules.recovery_grace_s)
-            elif active.phase in ("staging", "checking", "loading"):
+            elif active.phase in ("staging", "loading"):
                 dead = [c.host_id for c in active.calls.values() if not self.state.hosts.is_live(c.host_id)]
                 limit_s = max(c.request.timeout_s for c in active.calls.values())
                 if dead:
                     why = f"host {dead[0]} died while the step was being restored: restart"
                     self.fail(active, "RecoveryError", why)
                 elif waited_s > limit_s:
-                    done = {"staging": active.staged, "checking": active.checked, "loading": active.loads}[active.phase]
+                    done = active.staged if active.phase == "staging" else active.loads
                     ranks = active.staging_hosts if active.phase == "staging" else active.calls
                     late = listed([r for r in sorted(ranks) if r not in done])
                     why = f"{active.phase} took more than {limit_s:g} s on ranks {late}: raise timeout_s of get()"
                     self.fail(active, "RecoveryError", why)
-                elif active.phase == "checking":
-                    self.staging.tick(now, active)
 
     def source_died(self, now: float, host_id: str) -> None:
-        """Plan rounds again that fetch from a dead host, also those whose ranks are to fetch from it once released."""
+        """Plan rounds again that fetch from a host whose holder is gone, or that it stages for.
+
+        Their ranks are to fetch from it once they are sent their bytes; and what it staged is gone, if it comes back.
+        """
         for active in list(self.state.rounds.values()):
-            if active.phase not in ("staging", "checking") or active.plan is None:
+            if active.phase != "staging" or active.plan is None:
                 continue
             is_source = any(t.source == host_id and t.tier == "peer" for t in active.plan.transfers)
-            if is_source or (active.is_agreement and host_id in active.staging_hosts.values()):
+            if is_source or host_id in active.staging_hosts.values():
                 self.plan_again(now, active)
+
+
+def _again(request: Get, step: StepId) -> ReadStep:
+    """Return the read by which a rank whose answer was lost has its shard of the step."""
+    return ReadStep(job=request.source, step=step.step, of_attempt=step.attempt, rank=request.rank)
 
 
 def _asked(step: int | None, from_job: str | None, is_agreement: bool) -> str:

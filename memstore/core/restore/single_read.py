@@ -1,12 +1,12 @@
-"""Reads of one rank's shard, without a barrier and without adopting anything. Pure (R27).
+"""Orders to bring a shard to its reader; and reads of one, without a barrier and without adopting it. Pure (R27).
 
 asked --planned--> the reader's host brings it, from hosts or durable storage --> answered with its place there
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Attempt, Call, Job
@@ -15,15 +15,16 @@ from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.step_lookup import Refusal, past_step
 from memstore.core.cluster.text import dropped_text, listed, listed_names, plural, why_dropped
 from memstore.core.durable.paths import place_of
-from memstore.core.wire.calls import Get, ReadRanges, ReadStep
+from memstore.core.wire.calls import Get, ReadStep
 from memstore.core.wire.ids import WireShard, WireSpec
-from memstore.core.wire.orders import ChunkRange, ReadChunks, ReadShard, Run
-from memstore.core.wire.replies import ChunksStaged, RestoreReport, ShardStaged
-from memstore.core.wire.reports import ReadEnded
-from recovery.inventory import ShardId, StepId
+from memstore.core.wire.orders import Bring, ChunkRange, DurablePlace, Run
+from memstore.core.wire.replies import RestoreReport, ShardReady
+from memstore.core.wire.reports import Brought
+from recovery.inventory import ShardId, ShardSpec, StepId
 from recovery.lineage import in_lineage
 from recovery.planner import RecoveryPlan, plan
 
+Use = Literal["get", "read", "repair"]
 TERM_SHIFT, TERMS = 32, 1 << 29  # a term's numbers stay below 2**61
 
 
@@ -33,19 +34,6 @@ def first_number(term: int) -> int:
     So a late report to a former controller is not mistaken for one of ours.
     """
     return term % TERMS << TERM_SHIFT
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """One rank's shard that is to be read, or some of its chunks."""
-
-    step: int | None  # None: the newest
-    of_attempt: int | None
-    rank: int
-    chunks: tuple[ChunkRange, ...] | None = None  # None: all of them
-    reader: str = ""  # the nonce of the reading process
-    is_repair: bool = False
-    report: RestoreReport | None = None  # of the get() that asks once more
 
 
 def job_of(state: ClusterState, out: Effects, call: Call[Any]) -> Job | None:
@@ -80,30 +68,25 @@ class SingleReads:
         self.state, self.out = state, out
         self._count = first_number(term)
 
-    def ask(self, call: Call[ReadStep] | Call[ReadRanges]) -> None:
-        """Read what a reader names."""
-        asked = call.request
-        if isinstance(asked, ReadStep):
-            wanted = Wanted(asked.step, asked.of_attempt, asked.rank, reader=asked.reader)
-        else:
-            wanted = Wanted(asked.step, asked.of_attempt, asked.rank, asked.chunks, is_repair=asked.is_repair)
-        self.read(call, wanted)
+    def read(self, call: Call[Get] | Call[ReadStep], asked: ReadStep, report: RestoreReport | None = None) -> None:
+        """Bring one rank's shard to the caller, without a barrier and without adopting anything (R27).
 
-    def read(self, call: Call[Get] | Call[ReadStep] | Call[ReadRanges], wanted: Wanted) -> None:
-        """Bring one rank's shard to the caller's host, without a barrier and without adopting anything (R27)."""
+        Args:
+            report: Of the get() that asks once more.
+        """
         job = job_of(self.state, self.out, call)
         attempt = newest_attempt(self.out, call, job)
         if job is None or attempt is None:
             return
-        rank, spans = wanted.rank, job.spans(attempt.attempt_number)
-        known = [s for s in {*job.copies, *job.commits, *job.markers} if wanted.of_attempt in (None, s.attempt)]
-        found = [s for s in known if s.step == wanted.step]
+        rank, spans = asked.rank, job.spans(attempt.attempt_number)
+        known = [s for s in {*job.copies, *job.commits, *job.markers} if asked.of_attempt in (None, s.attempt)]
+        found = [s for s in known if s.step == asked.step]
         only = max(found, key=lambda s: (in_lineage(spans, s), s), default=None)
-        if wanted.step is not None and only is None:
+        if asked.step is not None and only is None:
             have = sorted({s.step for s in known}, reverse=True)
             what = f"its steps are {listed(have)}" if have else "it has none"
-            refusal = "RecoveryError", f"job {job.name!r} has no step {wanted.step}: {what}"
-            self.out.refuse(call, *(past_step(job, wanted.step) or refusal))
+            refusal = "RecoveryError", f"job {job.name!r} has no step {asked.step}: {what}"
+            self.out.refuse(call, *(past_step(job, asked.step) or refusal))
             return
         result = self._plan_at(call.host_id, job, attempt, only, attempt.world_size)
         if result.step is not None and result.world_size not in (None, attempt.world_size):
@@ -115,27 +98,29 @@ class SingleReads:
                 why = f"step {result.step.step} has no rank {rank}: it was put by {count}, numbered from 0"
             self.out.refuse(call, "RecoveryError", f"job {job.name!r}: {why}")
             return
-        self._count += 1
         shard = ShardId(job.name, result.step.attempt, result.step.step, rank)
-        holders = [h for h in job.copies.get(result.step, {}).get(rank, {}) if self.state.hosts.is_live(h)]
-        bring: dict[str, Any] = {
-            "job": job.name,
-            "read": self._count,
-            "rank": rank,
-            "shard": WireShard.of(shard),
-            "spec": WireSpec.of(result.specs[rank]),
-            "attempt": attempt.attempt_number,
-            "holders": tuple(sorted(holders)),
-            "durable": place_of(attempt.config, job.markers.get(result.step)),
-            "runs": tuple(
-                Run(t.tier, t.source, t.first_chunk, t.chunks_count) for t in result.transfers if t.rank == rank
-            ),
-        }
-        if wanted.chunks is not None:
-            self.out.send(call.host_id, ReadChunks(**bring, chunks=wanted.chunks, is_repair=wanted.is_repair))
-        else:
-            self.out.send(call.host_id, ReadShard(**bring, reader=wanted.reader))
-        self.state.reads[self._count] = Read(call, shard, result.verdict, result.why, wanted.report)
+        runs = [Run(t.tier, t.source, t.first_chunk, t.chunks_count) for t in result.transfers if t.rank == rank]
+        use: Use = "repair" if asked.is_repair else "read"
+        number = self.bring(
+            call.host_id, shard, result.specs[rank], runs, use=use, job=job.name, attempt=attempt.attempt_number,
+            durable=place_of(attempt.config, job.markers.get(result.step)), reader=asked.reader, chunks=asked.chunks,
+        )  # fmt: skip
+        self.state.reads[number] = Read(call, shard, result.verdict, result.why, report)
+
+    def bring(
+        self, host: str, shard: ShardId, spec: ShardSpec, runs: Sequence[Run], *, use: Use, job: str, attempt: int,
+        durable: DurablePlace | None, reader: str, chunks: tuple[ChunkRange, ...] | None = None,
+    ) -> int:  # fmt: skip
+        """Order a host to have a shard in a reader's reach; return the number of the order."""
+        self._count += 1
+        copies = self.state.jobs[shard.job].copies.get(StepId(shard.attempt, shard.step), {}).get(shard.rank, {})
+        order = Bring(
+            read=self._count, job=job, shard=WireShard.of(shard), spec=WireSpec.of(spec), chunks=chunks,
+            attempt=attempt, holders=tuple(sorted(h for h in copies if self.state.hosts.is_live(h))), durable=durable,
+            runs=tuple(runs), reader=reader, use=use,
+        )  # fmt: skip
+        self.out.send(host, order)
+        return self._count
 
     def _plan_at(self, host: str, job: Job, attempt: Attempt, only: StepId | None, world_size: int) -> RecoveryPlan:
         """Return the plan to bring all ranks' shards to one host; none for another world size (R27)."""
@@ -144,18 +129,23 @@ class SingleReads:
             world_size=world_size, rank_hosts=dict.fromkeys(range(world_size), host), only_step=only,
         )  # fmt: skip
 
-    def ended(self, report: ReadEnded) -> None:
-        """A shard that is read is at its reader's host, or could not be brought there."""
-        read = self.state.reads.get(report.read)
-        if read is None or report.shard.id != read.shard:
-            return
-        del self.state.reads[report.read]
+    def ended(self, report: Brought) -> bool:
+        """Answer a read whose shard is in its reader's reach, or could not be brought there; False if it is none."""
+        read = self.state.reads.pop(report.read, None)
+        if read is None:
+            return False
+        shard = read.shard
         if report.problem is None:
-            self.out.answer(read.call, _reply(read, report))
-        elif self._was_dropped(read.shard):
-            self.out.refuse(read.call, "StepDropped", dropped_text(read.shard.job, read.shard.step))
+            reply = ShardReady(
+                step=shard.step, attempt=shard.attempt, verdict=read.verdict, why=read.why, report=read.report,
+                read=report.read,
+            )  # fmt: skip
+            self.out.answer(read.call, reply)
+        elif self._was_dropped(shard):
+            self.out.refuse(read.call, "StepDropped", dropped_text(shard.job, shard.step))
         else:
-            self.out.refuse(read.call, "RecoveryError", f"step {read.shard.step}: {report.problem}")
+            self.out.refuse(read.call, "RecoveryError", f"step {shard.step}: {report.problem}")
+        return True
 
     def _was_dropped(self, shard: ShardId) -> bool:
         """Say whether retention dropped the step for a newer one: its chunks are gone then, not damaged (R19)."""
@@ -165,14 +155,3 @@ class SingleReads:
     def host_died(self, host: str) -> None:
         """Forget reads of ranks on a host that died: they ask again."""
         self.state.reads = {n: read for n, read in self.state.reads.items() if read.call.host_id != host}
-
-
-def _reply(read: Read, report: ReadEnded) -> ShardStaged | ChunksStaged:
-    """Return the answer for the reader's holder: under which name it has the read."""
-    step, attempt, verdict, why = read.shard.step, read.shard.attempt, read.verdict, read.why
-    if report.is_partial:
-        return ChunksStaged(step=step, attempt=attempt, verdict=verdict, why=why, read=report.read)
-    return ShardStaged(
-        step=step, attempt=attempt, verdict=verdict, why=why, shard=report.shard, digest=report.digest,
-        report=read.report,
-    )  # fmt: skip

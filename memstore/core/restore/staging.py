@@ -2,38 +2,37 @@
 
 Works on one round and returns its outcome; `rounds.py` owns the rounds and acts on that.
 
-staging --every rank's shard verified--> checking (into=) --all agree--> loading: ranks are sent their bytes
+staging --every shard verified and compared with into=, decision replicated--> loading: ranks are sent their bytes
    '--a source lacks chunks--> planned again            .--every rank has loaded--'   '--one could not--> failed
        under a new number (`rounds.py`)                 '--> releasing --fact replicated--> answered
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from memstore.core.capacity.reservations import Reservations
 from memstore.core.cluster.effects import Effects
-from memstore.core.cluster.facts import JobBranched, RestoreReleased, StepCommitted
+from memstore.core.cluster.facts import JobBranched, RestoreDecided, RestoreReleased, StepCommitted
 from memstore.core.cluster.job import Attempt, Call
 from memstore.core.cluster.reading import Round
 from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.paths import place_of
 from memstore.core.journal.replication import Journal
 from memstore.core.repair.repair import Repair
+from memstore.core.restore.single_read import SingleReads
 from memstore.core.wire.calls import ShardLoaded
-from memstore.core.wire.ids import WireShard, WireSpec
-from memstore.core.wire.orders import OrderCheck, Run, StageShard
-from memstore.core.wire.replies import Noted, PhaseSeconds, RestoreReport, ShardStaged, StepAgreed
-from memstore.core.wire.reports import IntoChecked, StageEnded
+from memstore.core.wire.orders import Run
+from memstore.core.wire.replies import Noted, PhaseSeconds, RestoreReport, ShardReady, StepAgreed
+from memstore.core.wire.reports import Brought
 from memstore.core.wire.status_rows import BytesByTier, RejectedStep
 from recovery.inventory import Copy, ShardId, StepId
 from recovery.planner import RecoveryPlan
 
 ADOPTED = "adopted by a restore"  # a whole step without a commit fact that a restore chose
 FETCH_S = 30.0  # longest that repair leaves the network to ranks that fetch what was released
-CHECK_AGAIN_S = 2.0  # an order given to a rank whose link is down is lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +59,12 @@ Outcome = PlanAgain | Failed | Released | None
 class Staging:
     """Rounds that have decided."""
 
-    def __init__(self, state: ClusterState, out: Effects, journal: Journal, room: Reservations, repair: Repair) -> None:
-        self.state, self.out, self.journal, self.room, self.repair = state, out, journal, room, repair
+    def __init__(
+        self, state: ClusterState, out: Effects, journal: Journal, room: Reservations, repair: Repair,
+        reads: SingleReads,
+    ) -> None:  # fmt: skip
+        self.state, self.out, self.journal = state, out, journal
+        self.room, self.repair, self.reads = room, repair, reads
 
     # -- staging ------------------------------------------------------------------------------
 
@@ -73,49 +76,60 @@ class Staging:
         if not all(self.state.hosts.is_live(host) for host in needed):
             return PlanAgain()
         active.enter(now, "staging")
+        active.reads.clear()
         active.staged.clear()
-        active.checked.clear()
+        active.is_decided = not active.is_adopting
         runs: dict[int, list[Run]] = {}
         for t in result.transfers:
             runs.setdefault(t.rank, []).append(Run(t.tier, t.source, t.first_chunk, t.chunks_count))
+        members = {} if active.is_agreement else self.state.jobs[active.job].attempts[active.attempt].members
+        readers = {rank: member.nonce for rank, member in members.items()}
         durable = place_of(storage_config(self.state, active), job.markers.get(step))
         for rank, staging_host in sorted(active.staging_hosts.items()):
-            shard = ShardId(job.name, step.attempt, step.step, rank)
-            holders = [h for h in job.copies.get(step, {}).get(rank, {}) if self.state.hosts.is_live(h)]
-            order = StageShard(
-                job=active.job, round=active.number, rank=rank, shard=WireShard.of(shard),
-                spec=WireSpec.of(result.specs[rank]), runs=tuple(runs.get(rank, ())), durable=durable,
-                holders=tuple(sorted(holders)), attempt=active.attempt,
+            number = self.reads.bring(
+                staging_host, ShardId(job.name, step.attempt, step.step, rank), result.specs[rank],
+                runs.get(rank, ()), use="get", job=active.job, attempt=active.attempt, durable=durable,
+                reader=readers.get(rank, ""),
             )  # fmt: skip
-            self.out.send(staging_host, order)
+            active.reads[number] = rank
+        if active.is_adopting:  # the fact spreads while the bytes come
+            decided = RestoreDecided(
+                active.job, active.attempt, active.number, step.attempt, step.step, self.state.wall_s
+            )
+            self.journal.record(decided)
         return None
 
-    def staged(self, now: float, active: Round, report: StageEnded) -> Outcome:
+    def staged(self, now: float, active: Round, report: Brought) -> Outcome:
         """Take a host's report that it staged one rank's shard, or which chunks their sources lack (R25)."""
-        if active.phase != "staging" or active.plan is None:
+        if active.phase != "staging":
             return None
+        rank = active.reads[report.read]
+        if report.refusal is not None:
+            return Failed(report.refusal[0], f"rank {rank}: {report.refusal[1]}")
         if report.problem is not None:
-            return self._staging_failed(active, report, report.problem)
-        active.staged[report.rank] = report
-        if len(active.staged) < len(active.staging_hosts):
+            return self._staging_failed(active, rank, report.problem, report.bad)
+        active.staged[rank] = report.read
+        return self.go_on(now, active)
+
+    def go_on(self, now: float, active: Round) -> Outcome:
+        """Send every rank its shard and the slots of its bytes, once all are here and the decision is a fact.
+
+        No get() returns before all ranks have loaded. Ranks that agree on the step alone have nothing to load.
+        """
+        if active.phase != "staging" or not active.is_decided or len(active.staged) < len(active.staging_hosts):
             return None
         if active.is_agreement and not active.then_loads:
             return self._adopt(now, active)
-        if active.is_agreement:
-            return self._hand_out(now, active)
-        active.enter(now, "checking")
-        self._order_checks(now, active)
+        self._answer(now, active)
+        active.enter(now, "loading")
         return None
 
-    def _staging_failed(self, active: Round, report: StageEnded, problem: str) -> Outcome:
+    def _staging_failed(self, active: Round, rank: int, problem: str, bad: Mapping[str, Collection[int]]) -> Outcome:
         """Plan again without the chunks that their sources say they lack; anything else fails the get, never the step.
 
         A broken connection, a deadline or a lack of room says nothing about the bytes (R25).
         """
-        job, result = self.state.jobs[active.source], active.plan
-        if result is None or result.step is None:
-            return None
-        step, rank, bad = result.step, report.rank, report.bad
+        job, (_, step) = self.state.jobs[active.source], _planned(active)
         if not bad:
             return Failed(
                 "RecoveryError",
@@ -136,26 +150,6 @@ class Staging:
         if set(bad) == {"durable"}:  # the plan uses it only for chunks without another source
             active.failed_steps[step] = problem
         return PlanAgain()
-
-    def tick(self, now: float, active: Round) -> None:
-        """Send a rank whose link was down its check order again: it may be repeated."""
-        if now >= active.check_again_s:
-            self._order_checks(now, active)
-
-    def _order_checks(self, now: float, active: Round) -> None:
-        active.check_again_s = now + CHECK_AGAIN_S
-        for rank, call in active.calls.items():
-            if rank not in active.checked:
-                self.out.send(call.host_id, OrderCheck(job=active.job, round=active.number, rank=rank))
-
-    def checked(self, now: float, active: Round, report: IntoChecked) -> Outcome:
-        """Take a rank's report that it compared `into=` with the manifest (R26)."""
-        if active.phase != "checking":
-            return None
-        if report.error is not None:
-            return Failed(report.error.error, f"rank {report.rank}: {report.error.message}")
-        active.checked.add(report.rank)
-        return self._hand_out(now, active) if len(active.checked) == len(active.calls) else None
 
     def loaded(self, now: float, active: Round, call: Call[ShardLoaded]) -> Outcome:
         """Take a rank's word that it has loaded what it was sent, or why not; its call waits for all others."""
@@ -187,12 +181,6 @@ class Staging:
             )  # fmt: skip
             self.journal.record(fact)
         self.journal.record(RestoreReleased(job.name, attempt.attempt_number))
-        return None
-
-    def _hand_out(self, now: float, active: Round) -> Outcome:
-        """Send every rank its shard and the slots of its bytes; no get() returns before all ranks have loaded."""
-        self._answer(now, active)
-        active.enter(now, "loading")
         return None
 
     def release(self, now: float, active: Round) -> None:
@@ -253,10 +241,9 @@ class Staging:
             if active.is_agreement:
                 self.out.answer(call, StepAgreed(step=step.step, attempt=step.attempt, report=report))
                 continue
-            staged = active.staged[rank]
-            reply = ShardStaged(
-                step=step.step, attempt=step.attempt, verdict=report.verdict, why=report.why, shard=staged.shard,
-                digest=staged.digest, report=report,
+            reply = ShardReady(
+                step=step.step, attempt=step.attempt, verdict=report.verdict, why=report.why, report=report,
+                read=active.staged[rank],
             )  # fmt: skip
             self.out.answer(call, reply)
 

@@ -200,26 +200,18 @@ class RollCall(Request[RollCalled | Noted], frozen=True, tag="roll_call"):
 
 
 class ReadStep(Request[ShardPlaced], frozen=True, kw_only=True, tag="read_step"):
-    """Read one rank's shard, without a barrier (R27)."""
+    """Read one rank's shard, or some chunks of it, without a barrier (R27)."""
 
     job: Name
     step: Unsigned | None
     of_attempt: Unsigned | None = None
     rank: Unsigned
+    chunks: tuple[ChunkRange, ...] | None = None
+    """None: all of them; none: the manifest alone."""
+    is_repair: bool = False
+    """The reader found them damaged, or could not fetch them."""
     reader: str = ""
     """The nonce of the reading process."""
-
-
-class ReadRanges(Request[ShardPlaced], frozen=True, kw_only=True, tag="read_ranges"):
-    """Read some chunks of one rank's shard; none: its manifest alone."""
-
-    job: Name
-    step: Unsigned | None
-    of_attempt: Unsigned | None = None
-    rank: Unsigned
-    chunks: tuple[ChunkRange, ...]
-    is_repair: bool = False
-    """Other copies of them were damaged, or out of reach (see ReadChunks)."""
 
 
 # -- people -------------------------------------------------------------------------------------------
@@ -340,7 +332,6 @@ RankCall = (
     | ShardLoaded
     | RollCall
     | ReadStep
-    | ReadRanges
     | AskStatus
     | AskSteps
     | AskEvents

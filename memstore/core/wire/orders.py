@@ -203,48 +203,26 @@ class ChunkRange(Row, frozen=True):
     count: Unsigned
 
 
-class Bring(Message, frozen=True):
-    """The base of orders to bring a shard, or some of it, to this host; reported."""
+class Bring(Message, frozen=True, tag="bring"):
+    """Have a shard, or some chunks of it, in a reader's reach: in slots here, or known where they lie; reported."""
 
+    read: Positive
+    """The number under which the holder keeps it for the reader."""
     job: Name
-    rank: Unsigned
+    """The reader's."""
     shard: WireShard
     spec: WireSpec
+    chunks: tuple[ChunkRange, ...] | None
+    """None: all of them."""
     attempt: Unsigned
     holders: tuple[str, ...]
     durable: DurablePlace | None
     runs: tuple[Run, ...]
-
-
-class StageShard(Bring, frozen=True, tag="stage"):
-    """Bring a shard here and verify it, for a get() of all ranks (R23)."""
-
-    round: Positive
-
-
-class ReadShard(Bring, frozen=True, tag="read_shard"):
-    """Bring a shard here for one reader (R27)."""
-
-    read: Positive
     reader: str
-    """The nonce of its process; "": it named none."""
-
-
-class ReadChunks(Bring, frozen=True, tag="read_chunks"):
-    """Bring some chunks of a shard here for one reader of ranges (R27)."""
-
-    read: Positive
-    chunks: tuple[ChunkRange, ...]
-    is_repair: bool
-    """The reader found them damaged, or could not fetch them: they are brought here and digested first."""
-
-
-class OrderCheck(Message, frozen=True, tag="order_check"):
-    """Have a rank compare its `into=` with the manifest of what was staged; reported (R26)."""
-
-    job: Name
-    round: Positive
-    rank: Unsigned
+    """The nonce of the reading process; "": it is not known, or there is none."""
+    use: Literal["get", "read", "repair"]
+    """A get of all ranks: every chunk is digested where it lies, and the rank compares `into=` with it, before it is
+    reported (R23). A read, whose reader digests (R27). Or what a reader found damaged, or could not fetch."""
 
 
 # -- durable storage (R31) ----------------------------------------------------------------------------
@@ -336,10 +314,7 @@ Order = (
     | DropJob
     | VerifyCopies
     | StepLevel
-    | StageShard
-    | ReadShard
-    | ReadChunks
-    | OrderCheck
+    | Bring
     | DurableOrder
     | CallAnswered
 )

@@ -14,7 +14,6 @@ from memstore.core.wire.codec import Decoder, Message, Part, Setting
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.ids import Name, Positive, Seconds, Unsigned
 from memstore.core.wire.orders import CallAnswered, StepLevel
-from memstore.core.wire.reports import IntoChecked
 
 # -- rank to holder -----------------------------------------------------------------------------------
 
@@ -111,6 +110,14 @@ class PutWaiting(Message, frozen=True, tag="put_waiting"):
     step: Unsigned
 
 
+class IntoChecked(Message, frozen=True, tag="into_checked"):
+    """The rank has compared `into=` with what was brought for it."""
+
+    read: Positive
+    refusal: tuple[str, str] | None
+    """Class and text of the error that its get is to raise; None: it fits."""
+
+
 class Bye(Message, frozen=True, tag="bye"):
     """The store is closed: slots that it leased and did not submit are free."""
 
@@ -147,7 +154,7 @@ class SlotsLeased(Message, frozen=True, tag="slots_leased"):
 class CheckInto(Message, frozen=True, tag="check_into"):
     """Compare `into=` with this manifest and say what came of it (R26)."""
 
-    round: Positive
+    read: Positive
     manifest: bytes
 
 

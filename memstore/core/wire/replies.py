@@ -1,7 +1,7 @@
 """Controller to rank: one reply for each call (`calls.py`). Pure.
 
-The holder passes them on (`orders.py`, `rank_messages.py`). Those that name bytes on the rank's host, ShardStaged and
-ChunksStaged, reach the rank with their place there, as ShardPlaced.
+The holder passes them on (`orders.py`, `rank_messages.py`). The one that names bytes, ShardReady, reaches the rank with
+their places, as ShardPlaced.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from memstore.core.wire.codec import Decoder, Message, Part, Request, Row, decode_reply, tag_of
-from memstore.core.wire.ids import Digest, Endpoints, Name, Unsigned, WireShard
+from memstore.core.wire.ids import Endpoints, Name, Unsigned
 from memstore.core.wire.orders import ChunkRange
 from memstore.core.wire.status_rows import (
     AttemptRow,
@@ -117,28 +117,17 @@ class GetAgain(Message, frozen=True, tag="get_again"):
     """This controller knows nothing of the get() that a rank has loaded: every rank of it asks once more (R23)."""
 
 
-class ShardStaged(Message, frozen=True, tag="shard_staged"):
-    """A shard is whole on the rank's host; or, of a get of all ranks, the rest of it was digested where it is."""
+class ShardReady(Message, frozen=True, tag="shard_ready"):
+    """What is read of a shard is in the reach of its reader; its holder names the places in a ShardPlaced."""
 
     step: Unsigned
     attempt: Unsigned
     verdict: str
     why: str
-    shard: WireShard
-    digest: Digest
     report: RestoreReport | None
     """None: a read of one rank's shard."""
-
-
-class ChunksStaged(Message, frozen=True, tag="chunks_staged"):
-    """What of a shard is to be read from the rank's host is there, and the sources of the rest are known."""
-
-    step: Unsigned
-    attempt: Unsigned
-    verdict: str
-    why: str
     read: Unsigned
-    """The number under which the holder has them."""
+    """The number under which the holder has it."""
 
 
 class ChunksElsewhere(Row, frozen=True):
@@ -306,16 +295,14 @@ class DrainNoted(Message, frozen=True, tag="drain_noted"):
 Reply = Message
 """Any of these: a call's class says which may answer it."""
 
-READS = frozenset({"get", "read_step", "read_ranges"})
+READS = frozenset({"get", "read_step"})
 """Tags of the requests whose reply gets the place of the bytes from the holder."""
 
-decode_staged: Decoder[NothingStored | StepAgreed | ShardStaged | ChunksStaged] = Decoder(
-    NothingStored | StepAgreed | ShardStaged | ChunksStaged
-)
+decode_ready: Decoder[NothingStored | StepAgreed | ShardReady] = Decoder(NothingStored | StepAgreed | ShardReady)
 decode_pinned: Decoder[ShardPlaced | StepLeased] = Decoder(ShardPlaced | StepLeased)
 """Replies that come with a pin."""
 
 
 def decode_passed(request: Request[Any], data: bytes) -> Any:
     """Return the controller's reply to a request of a rank, as the holder gets it; ProtocolError if it is none."""
-    return decode_staged(data) if tag_of(request) in READS else decode_reply(request, data)
+    return decode_ready(data) if tag_of(request) in READS else decode_reply(request, data)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from memstore.core.wire.calls import Called
 from memstore.core.wire.codec import Decoder, Message, Part, Row
-from memstore.core.wire.ids import Digest, Endpoints, Name, Positive, Unsigned, WireCopy, WireShard, WireSpec, WireStep
+from memstore.core.wire.ids import Endpoints, Name, Positive, Unsigned, WireCopy, WireShard, WireSpec, WireStep
 from memstore.core.wire.orders import Lineage, TermNumber
 from memstore.core.wire.replies import HostVerified
 from memstore.core.wire.status_rows import HostStats
@@ -137,44 +137,15 @@ class CopiesVerified(Message, frozen=True, tag="copies_verified"):
 # -- restores -----------------------------------------------------------------------------------------
 
 
-class StageEnded(Message, frozen=True, tag="stage_ended"):
-    """A rank's shard is here and verified; or which chunks their sources say they lack, or what failed (R25)."""
-
-    job: Name
-    round: Positive
-    rank: Unsigned
-    shard: WireShard
-    digest: Digest
-    problem: str | None
-    bad: dict[str, tuple[Unsigned, ...]]
-
-
-class ReadEnded(Message, frozen=True, tag="read_ended"):
-    """The same for a read of one shard."""
+class Brought(Message, frozen=True, tag="brought"):
+    """A shard is in its reader's reach, and fits its `into=`; or which chunks sources lack, or what failed (R25)."""
 
     read: Positive
-    shard: WireShard
-    digest: Digest
     problem: str | None
     bad: dict[str, tuple[Unsigned, ...]]
-    is_partial: bool
-    """The host has it under the read's number: some chunks, and who has the others."""
-
-
-class IntoError(Part, frozen=True):
-    """An error of `memstore.errors`."""
-
-    error: str
-    message: str
-
-
-class IntoChecked(Message, frozen=True, tag="into_checked"):
-    """A rank has compared `into=` with the manifest; or the error that its get is to raise (R26)."""
-
-    job: Name
-    round: Positive
-    rank: Unsigned
-    error: IntoError | None
+    """Source -> chunks that it says it lacks."""
+    refusal: tuple[str, str] | None = None
+    """Class and text of the error that the rank's get is to raise: its `into=` does not fit (R26)."""
 
 
 # -- durable storage (R31) ----------------------------------------------------------------------------
@@ -249,9 +220,7 @@ Report = (
     | Fenced
     | Reserved
     | CopiesVerified
-    | StageEnded
-    | ReadEnded
-    | IntoChecked
+    | Brought
     | DurableReport
     | MarkersListed
     | RankArrived

@@ -20,7 +20,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import msgspec
 
-from memstore.core.arena.replica_index import IncomingReplica, StagedKey, StoredReplica
+from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
 from memstore.core.durable.marker_format import row_of
@@ -69,7 +69,7 @@ Procedure = Callable[Concatenate[HolderIo, P], Coroutine[Any, Any, T]]
 log = logging.getLogger("memstore")
 RANGE_THREADS = 16  # of durable storage, over all shards: an object store is fast only by many requests at once
 DIGEST_THREADS = min(4, os.cpu_count() or 1)  # two fill a small machine's memory bus
-SIDE_THREADS, ORDER_THREADS, PUSH_THREADS, STAGE_THREADS = 8, 4, 8, 8
+SIDE_THREADS, ORDER_THREADS, PUSH_THREADS, READ_THREADS = 8, 4, 8, 8
 WRITE_THREADS = 4  # slices at once of one storage: each may be in memory once more (slice_format.SLICE_LIMIT_BYTES)
 LIST_THREADS = 2  # apart from the writers: a stuck write must not keep a restore from listing markers
 
@@ -95,7 +95,7 @@ class BlockingIo:
             "verify": ThreadPoolExecutor(1, "memstore-verify"),
             "push": ThreadPoolExecutor(PUSH_THREADS, "memstore-push", lower_thread_priority),
             "repair": ThreadPoolExecutor(PUSH_THREADS, "memstore-repair", lower_thread_priority),
-            "stage": ThreadPoolExecutor(STAGE_THREADS, "memstore-stage"),
+            "read": ThreadPoolExecutor(READ_THREADS, "memstore-read"),
             "write": OwnThreads(WRITE_THREADS, "memstore-persist", lower_thread_priority),
             "list": OwnThreads(LIST_THREADS, "memstore-markers"),
         }
@@ -270,13 +270,12 @@ class BlockingIo:
             return open_tier(place).read_manifest(shard, spec)
 
     async def receive_durable(
-        self, place: DurablePlace, replica: IncomingReplica, spec: ShardSpec, chunks: Sequence[int],
-        sizes: Sequence[int],
-    ) -> list[int]:  # fmt: skip
+        self, place: DurablePlace, replica: IncomingReplica, spec: ShardSpec, chunks: Sequence[int]
+    ) -> list[int]:
         """As in HolderIo."""
         with self._released():
             read = functools.partial(self._read_durable, open_tier(place), replica, spec)
-            futures = [self._ranges.submit(read, index, sizes[index]) for index in chunks]
+            futures = [self._ranges.submit(read, index, spec.chunk_nbytes(index)) for index in chunks]
             await_ended(futures)  # none may still write to the incoming replica when it is given up
             return [index for future in futures for index in future.result()]
 
@@ -382,10 +381,10 @@ class BlockingIo:
         with self._released():
             return self.replicas.open_incoming(name, shard, digests, sizes, attempt, chunks)
 
-    async def keep_staged(self, key: StagedKey, stored: StoredReplica, pin: int) -> None:
+    async def verify_slots(self, slots: Sequence[int]) -> None:
         """As in HolderIo."""
         with self._released():
-            self.replicas.keep_staged(key, stored, pin)
+            self.replicas.verify_slots(slots, self._digesters.map)
 
     # -- what is sent ---------------------------------------------------------------------------
 

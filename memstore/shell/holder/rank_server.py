@@ -12,13 +12,14 @@ import xxhash
 
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import answers, ranks
-from memstore.core.holder.reads import reader_pins
+from memstore.core.holder.reads import bring, ready
 from memstore.core.wire.calls import Called
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.rank_messages import (
     ArrivedDamaged,
     Bye,
+    IntoChecked,
     MarksMade,
     PutReady,
     PutWaiting,
@@ -30,7 +31,6 @@ from memstore.core.wire.rank_messages import (
     decode_hello,
     decode_rank_message,
 )
-from memstore.core.wire.reports import IntoChecked
 from memstore.errors import ConfigError, PeerUnreachable
 from memstore.shell.arena.lock import process_start_time
 from memstore.shell.holder.blocking_io import BlockingIo
@@ -99,7 +99,7 @@ class RankServer:
                 self.sealer.add(link, message)
             case Unpin(pin=pin):
                 with self.io.state():
-                    reader_pins.give_back(link, pin)
+                    ready.give_back(link, pin)
             case ArrivedDamaged(chunks=chunks, frames=frames):
                 self.damage.add(chunks=chunks, frames=frames)
             case StepTrained(step=step):
@@ -111,7 +111,8 @@ class RankServer:
             case PutWaiting(step=step):
                 self.send_gate.release(link.job, link.rank, (link.attempt, step))
             case IntoChecked():
-                self.context.report(message)
+                with self.io.state():
+                    bring.checked(self.state, link, message)
             case Bye(has_left=has_left):
                 self.io.run(ranks.leave, self.state, link, has_left=has_left)
 
@@ -129,7 +130,7 @@ class RankServer:
 
     def expire_reads(self) -> None:
         """Let go of what readers kept for too long."""
-        self.io.run(reader_pins.expire, self.state)
+        self.io.run(ready.expire, self.state)
 
 
 def owner_of(hello: RankHello | ToolHello, pid: int) -> Owner:

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from memstore.core.cluster.text import dropped_text
 from memstore.core.format.layout import batches
 from memstore.core.format.manifest import Manifest, decode_manifest, shard_digest
-from memstore.core.wire.calls import AskSteps, ReadRanges, ReadStep
+from memstore.core.wire.calls import AskSteps, ReadStep
 from memstore.core.wire.orders import ChunkRange
 from memstore.core.wire.rank_messages import ArrivedDamaged, Unpin
 from memstore.core.wire.replies import ShardPlaced
@@ -39,6 +39,7 @@ from memstore.shell.tensors.slot_stream import address_of
 from memstore.shell.threads.waits import answer_of, is_answered
 from recovery.inventory import ShardId
 
+Range = tuple[int, int]  # first byte of the stream, nbytes
 REPAIR_BYTES = 32 << 20  # asked for again at once, of what a reader could not fetch itself (D259)
 REPAIR_TIMEOUT_S = 120.0  # for these to come from another copy; a holder that cannot reach one says so far earlier
 
@@ -53,7 +54,7 @@ class ShardRead:
     """
 
     def __init__(
-        self, link: HolderLink, request: ReadStep | ReadRanges, timeout_s: float,
+        self, link: HolderLink, request: ReadStep, timeout_s: float,
         answer: ShardPlaced | None = None,
     ) -> None:  # fmt: skip
         """Ask, and wait for nothing yet.
@@ -75,9 +76,7 @@ class ShardRead:
         if answer is not None:
             self._future.set_result(answer)
         else:
-            if isinstance(request, ReadStep):
-                request = replace(request, reader=link.nonce)
-            self._future = link.call_soon(request)
+            self._future = link.call_soon(replace(request, reader=link.nonce))
         self._request = request
 
     def __enter__(self) -> ShardRead:
@@ -167,7 +166,7 @@ class ShardRead:
     def _bring_again(self, wanted: Sequence[int], use: Callable[[Mapping[int, memoryview]], None]) -> None:
         shard = self.manifest().shard
         chunks = tuple(ChunkRange(first, count) for first, count in runs(wanted))
-        request = ReadRanges(
+        request = ReadStep(
             job=shard.job, step=shard.step, of_attempt=shard.attempt, rank=shard.rank, chunks=chunks,
             is_repair=True,
         )  # fmt: skip
@@ -196,8 +195,8 @@ class ShardRead:
             with contextlib.suppress(IndexError):  # named of a former arena, just before the holder took this one
                 return self._mapping.view(slot, self.manifest().chunks[index].nbytes)
             return memoryview(b"")
-        asked = self._request
-        if isinstance(asked, ReadRanges) and not any(0 <= index - run.first < run.count for run in asked.chunks):
+        asked = self._request.chunks
+        if asked is not None and not any(0 <= index - run.first < run.count for run in asked):
             raise IntegrityError(f"chunk {index} of {self.manifest().shard} is not among the chunks read")
         return memoryview(b"")
 
@@ -244,3 +243,40 @@ class ShardRead:
         wanted = ShardId(asked.job, attempt, step, asked.rank)
         if shard != wanted:
             raise IntegrityError(f"asked for {wanted}, and {shard} came: read again")
+
+
+def chunk_runs(ranges: Iterable[Range], chunk_bytes: int) -> list[list[int]]:
+    """Return the chunks that ranges touch as [first, count] runs.
+
+    >>> chunk_runs([(0, 1), (5, 4), (40, 0)], 4)
+    [[0, 3]]
+    """
+    spans = sorted((start // chunk_bytes, (start + size - 1) // chunk_bytes) for start, size in ranges if size)
+    runs: list[list[int]] = []
+    for first, last in spans:  # never chunk by chunk: the ranges may come from hostile metadata
+        end = sum(runs[-1]) if runs else -1
+        if first > end:
+            runs.append([first, last + 1 - first])
+        else:
+            runs[-1][1] = max(end, last + 1) - runs[-1][0]
+    return runs
+
+
+class ShardRanges:
+    """Reads of one job through one link; `attempt` chooses among steps of one number, None leaves it to the lineage."""
+
+    def __init__(self, link: HolderLink, job: str, timeout_s: float = 600.0, attempt: int | None = None) -> None:
+        self.link, self.job, self.timeout_s, self.attempt = link, job, timeout_s, attempt
+
+    def ask(
+        self, step: int | None, rank: int, ranges: Iterable[Range] = (), chunk_bytes: int = 1, *,
+        attempt: int | None = None,
+    ) -> ShardRead:  # fmt: skip
+        """Begin to bring ranges of a shard of `chunk_bytes` here; no ranges: its manifest.
+
+        `attempt` names who put the step, where several lineages have one of that number; None: the one of all reads.
+        """
+        attempt = self.attempt if attempt is None else attempt
+        chunks = tuple(ChunkRange(first, count) for first, count in chunk_runs(ranges, chunk_bytes))
+        request = ReadStep(job=self.job, step=step, of_attempt=attempt, rank=rank, chunks=chunks)
+        return ShardRead(self.link, request, self.timeout_s)

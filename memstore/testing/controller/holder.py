@@ -17,14 +17,13 @@ import xxhash
 from msgspec import structs
 
 from memstore.core.holder import incarnation
-from memstore.core.holder.reads.stage import BringOrder
 from memstore.core.journal.records import journal_after, whole_order
 from memstore.core.wire import calls, orders, reports
 from memstore.core.wire.calls import Called
 from memstore.core.wire.codec import Decoder, encode, tag_of
 from memstore.core.wire.ids import WireCopy, WireShard
 from memstore.core.wire.messages import Body, Event, HostInfo, HostUp, Received
-from memstore.core.wire.replies import GetAgain, HostVerified, Joined, ShardStaged, Skipped, decode_passed
+from memstore.core.wire.replies import GetAgain, HostVerified, Joined, ShardReady, Skipped, decode_passed
 from memstore.core.wire.reports import FactsWritten
 from memstore.core.wire.status_rows import HostStats
 from memstore.testing.controller.durable import Durable, list_markers, persist
@@ -111,7 +110,6 @@ class FakeHolder:
         self.is_room_fault = False  # it refuses for want of something else than room
         self.rooms: dict[str, orders.Reserve] = {}  # by job; without one no copy is taken from a peer
         self.staging_fails = ""
-        self.checks_lost = 0  # so many of the next check orders find the rank's link broken
         self.orders: list[orders.Order] = []
         self.instead: dict[type[orders.Order], Callable[[Any], None]] = {}  # what a test does instead of an order
 
@@ -162,13 +160,17 @@ class FakeHolder:
                 rank.errors.setdefault("get", []).append(rank.errors[verb][-1])
             return
         reply = rank.last_reply = decode_passed(request, data)
-        rank.answers.setdefault(verb, []).append(reply_fields(reply, data))
+        fields = reply_fields(reply, data)
+        if isinstance(reply, ShardReady):
+            order = next(each for each in reversed(self.received(orders.Bring)) if each.read == reply.read)
+            fields.update(shard=list(structs.astuple(order.shard)), digest=order.spec.digest)
+        rank.answers.setdefault(verb, []).append(fields)
         if isinstance(reply, Joined):
             rank.attempt, rank.rank = reply.attempt, reply.rank
             rank.resume_step = max(rank.resume_step, reply.resume_step)
         elif isinstance(reply, Skipped):
             rank.resume_step = max(rank.resume_step, reply.resume)
-        elif isinstance(reply, ShardStaged) and reply.report is not None and isinstance(request, calls.Get):
+        elif isinstance(reply, ShardReady) and reply.report is not None and isinstance(request, calls.Get):
             rank.is_loading = True
             self._load(rank, request, reply.report.round)
         elif isinstance(request, calls.ShardLoaded):
@@ -259,10 +261,8 @@ class FakeHolder:
                 )  # fmt: skip
             case orders.PushCopy():
                 self._later(self, lambda: self.push(order.shard.id, order.target))
-            case orders.StageShard() | orders.ReadShard() | orders.ReadChunks():
-                self._later(self, lambda: self._stage(order))
-            case orders.OrderCheck():
-                self._check(order)
+            case orders.Bring():
+                self._later(self, lambda: self._bring(order))
             case orders.StepLevel(level="skipped" | "superseded"):
                 self._abandon(order)
             case orders.StepLevel():
@@ -321,10 +321,10 @@ class FakeHolder:
             return ""
         return f"peer share full: {used} of {room.peer_slots} slots used, {CHUNKS} needed"
 
-    def _stage(self, order: BringOrder, tries: int = 1) -> None:
+    def _bring(self, order: orders.Bring, tries: int = 1) -> None:
         away = [str(run.source) for run in order.runs if run.tier == "peer" and self._peer(str(run.source)) is None]
         if away and tries < STAGE_TRIES:  # no evidence about bytes: it may be back, or be declared dead (R25)
-            self._later(self, lambda: self._stage(order, tries + 1))
+            self._later(self, lambda: self._bring(order, tries + 1))
             return
         shard, spec = order.shard.id, order.spec.spec
         bad: dict[str, list[int]] = {}
@@ -337,21 +337,15 @@ class FakeHolder:
         why = self.staging_fails or ("chunks damaged or missing" if bad else "")
         why = why or (f"cannot reach {', '.join(away)}" if away else "")
         tiers = {run.tier for run in order.runs}
-        is_partial = "durable" not in tiers and "peer" in tiers  # its reader fetches what is not here
-        if not why and not is_partial:
-            self.keep(Copy(shard, spec, self.host_id))
-        ended: dict[str, Any] = {
-            "shard": order.shard, "digest": spec.digest, "problem": why or None,
-            "bad": {source: tuple(indices) for source, indices in bad.items()},
-        }  # fmt: skip
-        if isinstance(order, orders.StageShard):
-            self.report(reports.StageEnded(job=order.job, round=order.round, rank=order.rank, **ended))
-        else:
-            self.report(
-                reports.ReadEnded(
-                    read=order.read, is_partial=is_partial or isinstance(order, orders.ReadChunks), **ended
-                )
+        if not why and order.chunks is None and ("durable" in tiers or "peer" not in tiers):
+            self.keep(Copy(shard, spec, self.host_id))  # else its reader fetches what is not here
+        reader = self.ranks.get(order.reader) if order.use == "get" and not why else None
+        self.report(
+            reports.Brought(
+                read=order.read, problem=why or None, refusal=reader.into_error if reader is not None else None,
+                bad={source: tuple(indices) for source, indices in bad.items()},
             )
+        )  # fmt: skip
 
     def _has_chunk(self, tier: str, source: str | None, shard: ShardId, spec: ShardSpec, index: int) -> bool:
         if tier == "durable":
@@ -359,16 +353,6 @@ class FakeHolder:
         holder = self if tier == "local" else self._peer(str(source))
         copy = holder.copies.get(shard) if holder is not None else None
         return copy is not None and copy.spec == spec and index not in copy.missing
-
-    def _check(self, order: orders.OrderCheck) -> None:
-        if self.checks_lost > 0:
-            self.checks_lost -= 1
-            return
-        for rank in self.ranks.values():
-            if rank.job == order.job and rank.rank == order.rank and not rank.is_dead:
-                found = rank.into_error
-                error = reports.IntoError(error=found[0], message=found[1]) if found else None
-                self.report(reports.IntoChecked(job=order.job, round=order.round, rank=order.rank, error=error))
 
     def _level(self, order: orders.StepLevel) -> None:
         for rank in self._ranks_of(order):

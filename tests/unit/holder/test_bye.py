@@ -7,20 +7,20 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from link_site import Stop
+from link_site import Stop, make_ready
 from rank_site import CHUNK_BYTES, SHARD, SHARE_SLOTS, STEP, WAIT_S, Site, send_level
 
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import ranks
 from memstore.core.holder.holder_io import HolderIo
 from memstore.core.holder.link import Link
+from memstore.core.holder.reads import ready
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.calls import Called, ReadStep
 from memstore.core.wire.codec import encode
 from memstore.core.wire.frame import Kind
-from memstore.core.wire.ids import WireShard
 from memstore.core.wire.rank_messages import Bye, SlotsLeased, decode_rank_message
-from memstore.core.wire.replies import ShardStaged
+from memstore.core.wire.replies import ShardReady
 from memstore.core.wire.reports import HolderMessage, RankGone
 from memstore.shell.holder.rank_connections import RankConnection
 from memstore.shell.net.channel import Channel
@@ -142,20 +142,20 @@ def test_a_bye_ends_a_read_and_its_pin(leaver: Leaver, is_answered: bool) -> Non
     assert replica is not None
     asked = site.link.call_soon(ReadStep(job="job", step=STEP, rank=0))
     call = wait_for(leaver.reads, "the call")[0]
-    staged = ShardStaged(
-        step=STEP, attempt=1, verdict="local", why="", shard=WireShard.of(SHARD), digest=replica.spec.digest,
-        report=None,
-    )  # fmt: skip
+    make_ready(holder, replica)
+    answer = ShardReady(step=STEP, attempt=1, verdict="local", why="", report=None, read=1)
     if is_answered:
-        holder.ranks.answer(call.id, encode(staged), None)
+        holder.ranks.answer(call.id, encode(answer), None)
         asked.result(WAIT_S)
-        assert replica.pins
+        assert holder.state.reads.ready
     leaver.say_bye()
     assert leaver.is_done.wait(WAIT_S)
-    if not is_answered:
-        holder.ranks.answer(call.id, encode(staged), None)
-    wait_for(lambda: not replica.pins, "the end of the loan")
     assert leaver.gone() == ["n"]
+    if is_answered:
+        wait_for(lambda: not holder.state.reads.ready, "the end of the loan")
+    else:
+        holder.ranks.answer(call.id, encode(answer), None)
+        assert holder.state.reads.ready[1].deadline_s <= holder.state.now() + ready.TAKE_S
 
 
 def test_a_process_that_comes_back_during_its_bye_is_not_gone(leaver: Leaver) -> None:

@@ -17,13 +17,13 @@ from msgspec import structs
 import memstore.client.reader
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder.holder_io import HolderIo
-from memstore.core.holder.reads import direct_read, fetch, partial_read, stage
-from memstore.core.holder.state import HolderState, PartialRead, ReadKey
+from memstore.core.holder.reads import bring, fetch, ready
+from memstore.core.holder.state import HolderState, Ready
 from memstore.core.wire.codec import Message, Request
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import ReaderIdentity
 from memstore.core.wire.ids import Endpoint, WireShard, WireSpec
-from memstore.core.wire.orders import Run, StageShard
+from memstore.core.wire.orders import Bring, Run
 from memstore.core.wire.peer_messages import FetchChunks, FetchManifest, Ping, Verify
 from memstore.errors import DigestMismatch, FencedError, IntegrityError, PeerUnreachable, RecoveryError
 from memstore.shell.arena.folder import SECRET_NBYTES
@@ -67,17 +67,18 @@ def rot(holder: Holder, stored: StoredReplica, index: int) -> None:
     holder.replicas.arena.view(slot, CHUNK_BYTES)[7] ^= 1
 
 
-def order(stored: StoredReplica, *, holders: Sequence[str] = ("a",), source: str = "a", number: int = 1) -> StageShard:
+def order(stored: StoredReplica, *, holders: Sequence[str] = ("a",), source: str = "a", number: int = 1) -> Bring:
     """Stage a shard whole for a get of all ranks, from one host."""
-    return StageShard(
-        job="train", round=number, rank=0, shard=WireShard.of(stored.shard), spec=WireSpec.of(stored.spec), attempt=2,
-        holders=tuple(holders), runs=(Run("peer", source, 0, len(stored.slots)),), durable=None,
+    return Bring(
+        read=number, job="train", shard=WireShard.of(stored.shard), spec=WireSpec.of(stored.spec), chunks=None,
+        attempt=2, holders=tuple(holders), runs=(Run("peer", source, 0, len(stored.slots)),), durable=None, reader="",
+        use="get",
     )  # fmt: skip
 
 
-def staged(holder: Holder, wanted: StageShard) -> dict[str, list[int]]:
-    stage.begin(holder.state, wanted)
-    return holder.io.run(stage.stage, holder.state, wanted, wanted.shard.id)
+def staged(holder: Holder, wanted: Bring) -> dict[str, list[int]]:
+    bring.begin(holder.state, wanted)
+    return holder.io.run(bring._bring, holder.state, wanted)
 
 
 # -- at the reader's holder ---------------------------------------------------------------------------
@@ -88,7 +89,7 @@ def test_a_staged_round_brings_no_byte_here(pair: tuple[Holder, Holder]) -> None
     a, b = pair
     stored, free = seal(a), len(b.replicas.table.free)
     assert staged(b, order(stored)) == {}
-    assert b.state.partial_reads.known["train", 0].sources == {"a": [0, 1, 2, 3, 4, 5]}
+    assert b.state.reads.ready[1].sources == {"a": [0, 1, 2, 3, 4, 5]}
     assert len(b.replicas.table.free) == free
     assert b.replicas.index.copies("b") == []
     assert b.replicas.index.used_by_rank("train", 0) == 0
@@ -101,7 +102,7 @@ def test_what_rotted_at_its_source_is_evidence_before_any_rank_goes_on(pair: tup
     rot(a, stored, 4)
     assert staged(b, order(stored)) == {"a": [4]}
     assert stored.missing == {4}
-    assert not b.state.partial_reads.known
+    assert not b.state.reads.ready
     assert not b.replicas.index.incoming
 
 
@@ -112,7 +113,7 @@ def test_another_holder_is_the_source_where_the_planned_one_does_not_answer(
     a, b = pair
     stored = seal(a)
     assert staged(b, order(stored, holders=("gone", "a"), source="gone")) == {}
-    assert b.state.partial_reads.known["train", 0].sources == {"a": [0, 1, 2, 3, 4, 5]}
+    assert b.state.reads.ready[1].sources == {"a": [0, 1, 2, 3, 4, 5]}
     monkeypatch.setattr(fetch, "RETRY_LIMIT_S", 0.0)
     monkeypatch.setattr(fetch, "deadline_s", lambda state: 0.0)
     with pytest.raises(PeerUnreachable, match="host gone is not in the store's view"):
@@ -126,8 +127,8 @@ def test_a_newer_round_takes_the_place_of_an_older_one(pair: tuple[Holder, Holde
     beside = seal(b, FILLS[:2], ShardId("train", 1, 1, 0))
     for number in (1, 2):
         assert staged(b, order(stored, number=number)) == {}
-    assert list(b.state.partial_reads.known) == [("train", 0)]
-    partial_read.release(b.state, ("train", 0))
+    assert list(b.state.reads.ready) == [2]
+    ready.release(b.state, 2)
     assert not b.replicas.index.incoming
     assert [b.replicas.table.slots[slot or 0].refs for slot in beside.slots] == [1, 1]
 
@@ -159,7 +160,7 @@ def test_a_round_that_was_overtaken_takes_nothing_from_the_newer_one(
         stop.go.set()
         with pytest.raises(IntegrityError, match="its rank began another get"):
             first.result(WAIT_S)
-    assert b.state.partial_reads.known["train", 0].replica.shard == newer.shard
+    assert b.state.reads.ready[2].replica.shard == newer.shard
     assert [replica.shard for replica in b.replicas.index.incoming.values()] == [newer.shard]
 
 
@@ -178,7 +179,7 @@ def test_a_step_that_is_dropped_while_it_is_staged_is_not_kept(
         stop.go.set()
         with pytest.raises(IntegrityError, match="was dropped"):
             first.result(WAIT_S)
-    assert not b.state.partial_reads.known
+    assert not b.state.reads.ready
 
 
 def reader_of(a: Holder) -> Channel:
@@ -346,13 +347,13 @@ def test_a_reader_that_may_not_dial_has_its_holder_bring_some_chunks_at_a_time(
     monkeypatch.setattr(peer_chunks, "read_secret", lambda folder: bytes(SECRET_NBYTES))  # not the holders'
     monkeypatch.setattr(shard_read, "REPAIR_BYTES", 4 * CHUNK_BYTES)
     brought: list[int] = []
-    real = partial_read.keep
+    real = ready.keep
 
-    def keep(state: HolderState, key: ReadKey, read: PartialRead) -> None:
+    def keep(state: HolderState, read: Ready) -> None:
         brought.append(len(read.replica.wanted))
-        real(state, key, read)
+        real(state, read)
 
-    monkeypatch.setattr(partial_read, "keep", keep)
+    monkeypatch.setattr(ready, "keep", keep)
     with reader_on(site, "a") as reader:
         got = reader.get(rank=1)
     assert torch.equal(got.state["w"], states[1]["w"])
@@ -367,15 +368,15 @@ def test_a_host_that_does_not_answer_is_not_dialled_for_every_read(
     site = make_site("a", "b")
     states = put_apart(site)
     monkeypatch.setattr(peer_chunks, "CONNECT_S", 0.2)
-    real = direct_read.elsewhere
+    real = ready.sources_of
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         deaf.setblocking(False)
 
-        async def elsewhere(io: HolderIo, read: PartialRead) -> Any:
+        async def elsewhere(io: HolderIo, read: Ready) -> Any:
             rows = await real(io, read)
             return tuple(structs.replace(row, endpoints=(Endpoint(*deaf.getsockname()),)) for row in rows)
 
-        monkeypatch.setattr(direct_read, "elsewhere", elsewhere)
+        monkeypatch.setattr(ready, "sources_of", elsewhere)
         with reader_on(site, "a") as reader:
             assert torch.equal(reader.get(rank=1).state["w"], states[1]["w"])
             for _ in range(peer_chunks.Dialler(site.folder("a"), site.config.store_fields()).streams):
@@ -391,11 +392,11 @@ def test_a_network_that_failed_is_not_dialled_first_by_the_next_read(
     """Each read of a load would lose the time of a dial, and a stream, to what the one before it found broken."""
     site, dialled = make_site("a", "b"), list[Endpoint]()
     states = put_apart(site)
-    real_rows, real_connect = direct_read.elsewhere, peer_chunks.Dialler.connect
+    real_rows, real_connect = ready.sources_of, peer_chunks.Dialler.connect
     with socket.create_server(("127.0.0.1", 0)) as free:
         gone = Endpoint(*free.getsockname())
 
-    async def elsewhere(io: HolderIo, read: PartialRead) -> Any:
+    async def elsewhere(io: HolderIo, read: Ready) -> Any:
         rows = await real_rows(io, read)
         return tuple(structs.replace(row, endpoints=(gone, *row.endpoints)) for row in rows)
 
@@ -403,7 +404,7 @@ def test_a_network_that_failed_is_not_dialled_first_by_the_next_read(
         dialled.append(endpoint)
         return real_connect(self, host, endpoint)
 
-    monkeypatch.setattr(direct_read, "elsewhere", elsewhere)
+    monkeypatch.setattr(ready, "sources_of", elsewhere)
     monkeypatch.setattr(peer_chunks.Dialler, "connect", connect)
     with reader_on(site, "a") as reader:
         assert torch.equal(reader.get(rank=1).state["w"], states[1]["w"])
@@ -429,7 +430,7 @@ def test_a_get_of_all_ranks_is_direct(make_site: Callable[..., Site]) -> None:
     assert all(torch.equal(into[rank]["w"], states[rank]["w"]) for rank in range(2))
     together(*[lambda s=s: s.put(2, into[s.rank]).wait("committed", WAIT_S) for s in stores])
     for holder in site.holders.values():
-        wait_for(lambda h=holder: not h.state.partial_reads.known, "the reads to be given back")
+        wait_for(lambda h=holder: not h.state.reads.ready, "the reads to be given back")
 
 
 def test_an_interrupted_link_ends_a_fetch(make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,7 +456,7 @@ def test_chunks_of_shared_content_are_not_fetched(make_site: Callable[..., Site]
     same = torch.arange(400_000, dtype=torch.int32)
     together(*[lambda s=s: s.put(1, {"w": same}).wait("committed", WAIT_S) for s in stores])
     fetched: list[Sequence[int]] = []
-    real = direct_read.elsewhere
+    real = ready.sources_of
 
     async def noted(io: HolderIo, read: Any) -> Any:
         rows = await real(io, read)
@@ -463,7 +464,7 @@ def test_chunks_of_shared_content_are_not_fetched(make_site: Callable[..., Site]
         return rows
 
     with pytest.MonkeyPatch.context() as patch, reader_on(site, "a") as reader:
-        patch.setattr(direct_read, "elsewhere", noted)
+        patch.setattr(ready, "sources_of", noted)
         got = reader.get(rank=1)
     assert torch.equal(got.state["w"], same)
     count = sum(part.count for parts in fetched for part in parts)
@@ -472,4 +473,4 @@ def test_chunks_of_shared_content_are_not_fetched(make_site: Callable[..., Site]
 
 def test_what_a_reader_fetches_is_named_in_ranges() -> None:
     """The answer to a read of a shard of many chunks stays small."""
-    assert len(tuple(direct_read.ranges(range(100_000)))) == 1
+    assert len(tuple(ready.ranges(range(100_000)))) == 1

@@ -25,9 +25,9 @@ from memstore.client.ticket import Ticket
 from memstore.core.arena.slot_table import SlotState
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder.holder_io import HolderIo
+from memstore.core.holder.reads import bring
 from memstore.core.holder.reads import fetch as procedure
-from memstore.core.holder.reads import stage
-from memstore.core.holder.state import HolderState, Reading
+from memstore.core.holder.state import Fetching, HolderState
 from memstore.core.wire.calls import SkipStep
 from memstore.errors import CapacityError, DigestMismatch, FencedError, PeerUnreachable, RecoveryError
 from memstore.shell.arena.mapping import ArenaMapping
@@ -326,18 +326,18 @@ def test_of_two_reads_of_one_shard_one_fetches(
     site, put = apart(make_site)
     bring_here(monkeypatch)
     fetches, has_second = itertools.count(), threading.Event()
-    fetch_into, await_other = Peer.fetch_into, stage._await_other
+    fetch_into, await_other = Peer.fetch_into, bring._await_other
 
     def fetch(peer: Peer, *args: Any) -> list[int]:
         next(fetches)
         assert has_second.wait(WAIT_S)
-        if is_lost and site.holders["a"].state.stages.reading:
+        if is_lost and site.holders["a"].state.reads.fetching:
             raise CapacityError("no room")
         return fetch_into(peer, *args)
 
-    async def await_first(io: HolderIo, state: HolderState, read: Reading) -> bool:
+    async def await_first(io: HolderIo, read: Fetching) -> bool:
         has_second.set()
-        return await await_other(io, state, read)
+        return await await_other(io, read)
 
     def read() -> Any:
         with (
@@ -347,7 +347,7 @@ def test_of_two_reads_of_one_shard_one_fetches(
             return reader.get(rank=1).state["w"]
 
     monkeypatch.setattr(Peer, "fetch_into", fetch)
-    monkeypatch.setattr(stage, "_await_other", await_first)
+    monkeypatch.setattr(bring, "_await_other", await_first)
     came = [found for found in together(read, read) if found is not None]
     assert (len(came), next(fetches)) == ((1, 2) if is_lost else (2, 1))
     assert all(torch.equal(found, put["w"]) for found in came)
@@ -360,7 +360,7 @@ def test_a_read_that_hangs_holds_no_other_one_up(
     site, put = apart(make_site)
     bring_here(monkeypatch)
     fetches, is_over, has_waited = itertools.count(), threading.Event(), threading.Semaphore(0)
-    fetch_into, await_other = Peer.fetch_into, stage._await_other
+    fetch_into, await_other = Peer.fetch_into, bring._await_other
 
     def fetch(peer: Peer, *args: Any) -> list[int]:
         if next(fetches) == 0:
@@ -369,9 +369,9 @@ def test_a_read_that_hangs_holds_no_other_one_up(
             assert all(has_waited.acquire(timeout=WAIT_S) for _ in range(3))
         return fetch_into(peer, *args)
 
-    async def await_first(io: HolderIo, state: HolderState, read: Reading) -> bool:
+    async def await_first(io: HolderIo, read: Fetching) -> bool:
         has_waited.release()
-        return await await_other(io, state, read)
+        return await await_other(io, read)
 
     def read() -> Any:
         with memstore.client.reader.Reader("job", Tool(site.folder("a")), memstore.Config()) as reader:
@@ -379,14 +379,14 @@ def test_a_read_that_hangs_holds_no_other_one_up(
 
     def read_beside() -> list[Any]:
         try:
-            wait_for(lambda: bool(site.holders["a"].state.stages.reading), "the first read")
+            wait_for(lambda: bool(site.holders["a"].state.reads.fetching), "the first read")
             return together(read, read)
         finally:
             is_over.set()
 
-    monkeypatch.setattr(stage, "BESIDE_S", 1.0)
+    monkeypatch.setattr(bring, "BESIDE_S", 1.0)
     monkeypatch.setattr(Peer, "fetch_into", fetch)
-    monkeypatch.setattr(stage, "_await_other", await_first)
+    monkeypatch.setattr(bring, "_await_other", await_first)
     first, others = together(read, read_beside)
     assert next(fetches) == 2
     assert all(torch.equal(found, put["w"]) for found in (first, *others))

@@ -13,18 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from link_site import make_ready
 from msgspec.structs import replace
 
 from memstore.config import Config
-from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
-from memstore.core.format.manifest import manifest_name
 from memstore.core.holder import ranks
+from memstore.core.holder.reads import ready
 from memstore.core.wire.calls import AskStatus, Called, RankCall, ReadStep
 from memstore.core.wire.codec import encode
 from memstore.core.wire.frame import Kind
-from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import CallAnswered, DropJob
 from memstore.core.wire.rank_messages import (
     Bye,
@@ -36,7 +35,7 @@ from memstore.core.wire.rank_messages import (
     decode_greeting,
     decode_holder_event,
 )
-from memstore.core.wire.replies import ShardStaged, Status
+from memstore.core.wire.replies import ShardReady, Status
 from memstore.core.wire.reports import HolderMessage, RankArrived, RankGone
 from memstore.errors import ConfigError, FencedError
 from memstore.shell.arena.lock import process_start_time
@@ -278,51 +277,31 @@ def test_readers_pins_end_although_the_dead_cannot_be_reaped(site: Site, monkeyp
 # -- pid namespaces ---------------------------------------------------------------------------------
 
 
-def stored(site: Site) -> tuple[StoredReplica, ShardStaged]:
-    """Store a shard of one chunk; return it, and the controller's answer that names it."""
-    replicas, shard = site.holder.replicas, ShardId("job", 1, 2, 0)
-    replicas.ensure_free(1)
-    replica = replicas.seal_local(
-        shard, world_size=1, layout=b"", nbytes=CHUNK_BYTES, slots=replicas.take_slots(1), attempt=1
-    )
-    staged = ShardStaged(
-        step=2, attempt=1, verdict="local", why="", shard=WireShard.of(shard), digest=replica.spec.digest, report=None
-    )
-    return replica, staged
-
-
 def test_nothing_stays_pinned_for_a_reader_whose_link_ended_meanwhile(
     site: Site, hello: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pin that is not released keeps the slots of its step for minutes (R7)."""
-    replica, answer = stored(site)
-    channel, replicas = hello(1), site.holder.replicas
-    number, manifest = ask(site, channel, READ), replicas.manifest
-
-    def read_after_the_link(*named: Any) -> Any:
-        channel.close()
-        wait_for(lambda: not site.holder.state.ranks.links, "the link to end")
-        wait_for(lambda: site.holder.rank_listener.connections == 0, "its thread to end")
-        return manifest(*named)
-
-    monkeypatch.setattr(replicas, "manifest", read_after_the_link)
-    site.holder.ranks.answer(number, encode(answer), None)
-    assert not replica.pins
-
-
-def test_a_read_whose_manifest_was_damaged_is_answered(site: Site, hello: Callable[..., Channel]) -> None:
-    """Not left to its deadline; and nothing stays pinned for it."""
-    replica, answer = stored(site)
-    channel = hello(1)
+    replicas = site.holder.replicas
+    replicas.ensure_free(1)
+    shard, slots = ShardId("job", 1, 2, 0), replicas.take_slots(1)
+    make_ready(
+        site.holder, replicas.seal_local(shard, world_size=1, layout=b"", nbytes=CHUNK_BYTES, slots=slots, attempt=1)
+    )
+    channel, take = hello(1), ready.take
     number = ask(site, channel, READ)
-    path = site.holder.folder / "manifests" / manifest_name(replica.shard, replica.spec.digest)
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+    def take_after_the_link(*given: Any) -> Any:
+        channel.close()
+        taken = take(*given)
+        with site.holder.io._released():
+            wait_for(lambda: not site.holder.state.ranks.links, "the link to end")
+        return taken
+
+    monkeypatch.setattr(ready, "take", take_after_the_link)
+    answer = ShardReady(step=2, attempt=1, verdict="local", why="", report=None, read=1)
     site.holder.ranks.answer(number, encode(answer), None)
-    refused = receive(channel)
-    assert isinstance(refused, CallAnswered)
-    assert refused.error
-    assert refused.error[0] == "RecoveryError"
-    assert not replica.pins
+    assert not site.holder.state.reads.ready
+    assert not replicas.index.incoming
 
 
 def test_a_rank_whose_process_cannot_be_seen_is_refused() -> None:

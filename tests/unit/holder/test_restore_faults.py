@@ -5,39 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from msgspec import structs
 
-from memstore.core.arena.replica_index import StagedKey, StoredReplica
+from memstore.core.arena import replica_store
+from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.replica_store import VERIFY_AGE_S, ReplicaStore
-from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import manifest_name
 from memstore.core.holder import persist
 from memstore.core.holder.holder_io import HolderIo
 from memstore.core.holder.inventory import report_copy
 from memstore.core.holder.puts import push
 from memstore.core.holder.puts.push import Push
-from memstore.core.holder.reads import fetch, stage
+from memstore.core.holder.reads import bring, fetch, ready
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.codec import Request
 from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.orders import (
     Bring,
     FreeCopies,
-    OrderCheck,
-    ReadShard,
     Run,
-    StageShard,
     StepLevel,
     TermNumber,
 )
 from memstore.core.wire.peer_messages import FetchManifest, Verify
-from memstore.core.wire.reports import Freed, HolderMessage, IntoChecked, Report, Sealed, StageEnded
+from memstore.core.wire.reports import Brought, Freed, HolderMessage, Report, Sealed
 from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
 from memstore.shell.holder.holder import Holder
-from memstore.shell.holder.rank_connections import RankConnection
 from memstore.shell.peer.client import Peer
 from memstore.testing.clusters.two_holders import two_holders
 from recovery.inventory import ShardId
@@ -86,20 +82,18 @@ def reports_of(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> Reports:
     return found
 
 
-def order(stored: StoredReplica, number: int = 1) -> StageShard:
-    """Stage the whole shard from host a."""
-    return StageShard(
-        job="train", round=number, rank=0, shard=WireShard.of(stored.shard), spec=WireSpec.of(stored.spec), attempt=2,
-        holders=("a",), runs=(Run("peer", "a", 0, 4),), durable=None,
+def order(stored: StoredReplica) -> Bring:
+    """Bring the whole shard from host a, for a get of all ranks."""
+    return Bring(
+        read=1, job="train", shard=WireShard.of(stored.shard), spec=WireSpec.of(stored.spec), chunks=None, attempt=2,
+        holders=("a",), runs=(Run("peer", "a", 0, 4),), durable=None, reader="", use="get",
     )  # fmt: skip
 
 
-def reading(stored: StoredReplica) -> ReadShard:
-    """Bring the whole shard for one reader of rank 0."""
-    return ReadShard(
-        job="train", read=1, rank=0, shard=WireShard.of(stored.shard), spec=WireSpec.of(stored.spec), attempt=2,
-        holders=("a",), runs=(Run("peer", "a", 0, 4),), durable=None, reader="",
-    )  # fmt: skip
+def brought(holder: Holder, order: Bring) -> dict[str, list[int]]:
+    """Carry out an order."""
+    bring.begin(holder.state, order)
+    return holder.io.run(bring._bring, holder.state, order)
 
 
 async def only_at_once(io: HolderIo, state: HolderState, order: Bring, until_s: float) -> bool:
@@ -119,11 +113,11 @@ def await_lane(holder: Holder, kind: str) -> None:
     pool.shutdown(wait=True)
 
 
-def staged(holder: Holder, order: StageShard, reports: Reports) -> StageEnded:
+def staged(holder: Holder, order: Bring, reports: Reports) -> Brought:
     """Stage and return the report."""
     holder.obey(order)
-    await_lane(holder, "stage")
-    return next(report for report in reports if isinstance(report, StageEnded))
+    await_lane(holder, "read")
+    return next(report for report in reports if isinstance(report, Brought))
 
 
 def break_calls(monkeypatch: pytest.MonkeyPatch, kind: type[Request[Any]], error: Exception, times: int) -> None:
@@ -149,7 +143,7 @@ def test_a_reset_connection_costs_another_try(
     break_calls(monkeypatch, kind, PeerUnreachable("connection reset"), times=1)
     report = staged(b, order(stored), reports)
     assert (report.problem, report.bad) == (None, {})
-    assert b.state.partial_reads.known["train", 0].sources == {"a": [0, 1, 2, 3]}
+    assert b.state.reads.ready[1].sources == {"a": [0, 1, 2, 3]}
 
 
 @pytest.mark.parametrize("error", [PeerUnreachable("connection reset"), CapacityError("the arena is full")])
@@ -178,21 +172,15 @@ def test_a_rotten_chunk_is_believed_on_the_sources_own_word(
     assert [report.copy.missing for report in from_a if isinstance(report, Sealed)] == [(2,)]
 
 
-def test_a_read_does_not_unpin_what_a_get_staged(pair: tuple[Holder, Holder]) -> None:
-    """A reader of the same rank leaves the get's shard staged: its check still finds it (R26)."""
-    a, _ = pair
-    stored = seal(a.replicas, SHARD)
-    for bring in (order(stored), reading(stored)):
-        assert a.io.run(stage.stage, a.state, bring, SHARD) == {}
-    assert a.replicas.staged(StagedKey("train", 0, "round", 1)) is stored
-
-
 @pytest.mark.parametrize("kind", ["abandon", "drop"])
-def test_what_a_restore_staged_goes_with_its_step(pair: tuple[Holder, Holder], kind: str) -> None:
-    """An order to abandon or drop a step that a restore staged frees its slots at once, not with the pin (R7, R12)."""
+def test_what_was_brought_for_a_reader_goes_with_its_step(
+    pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Soon after a step was abandoned or dropped, not with the pin: puts need its slots (R7, R12)."""
     a, _ = pair
     stored = seal(a.replicas, SHARD)
-    assert a.io.run(stage.stage, a.state, order(stored, 1), SHARD) == {}
+    assert brought(a, order(stored)) == {}
+    monkeypatch.setattr(replica_store, "DROPPED_READ_S", -1.0)
     free = len(a.replicas.table.free)
     orders = {
         "abandon": StepLevel(job="train", attempt=1, step=2, level="skipped", reason="given up", resume=3),
@@ -200,9 +188,10 @@ def test_what_a_restore_staged_goes_with_its_step(pair: tuple[Holder, Holder], k
     }
     a.obey(orders[kind])
     await_lane(a, "drop")
-    assert len(a.replicas.table.free) == free + len(stored.slots)
     assert not a.replicas.index.shards
-    assert not a.replicas.index.staged
+    a.io.run(ready.expire, a.state)
+    assert len(a.replicas.table.free) == free + len(stored.slots)
+    assert not a.state.reads.ready
 
 
 @pytest.mark.parametrize("can_free", [True, False])
@@ -252,23 +241,6 @@ def test_a_copy_that_was_dropped_meanwhile_is_not_reported(
     assert [type(report) for report in reports] == [Sealed]
 
 
-def test_what_is_dropped_while_it_is_staged_is_not_kept(pair: tuple[Holder, Holder]) -> None:
-    """A drop that comes while a restore digests the bytes ends the staging, and nothing stays pinned (R7, R23)."""
-    a, _ = pair
-    stored = seal(a.replicas, SHARD)
-    verify = a.replicas.verify
-
-    def dropped_meanwhile(*given: Any) -> list[int]:
-        a.replicas.drop(SHARD)
-        return verify(*given)
-
-    a.replicas.verify = dropped_meanwhile  # type: ignore[method-assign]
-    with pytest.raises(IntegrityError, match="was dropped while it was staged"):
-        a.io.run(stage.stage, a.state, order(stored, 1), SHARD)
-    assert not a.replicas.index.shards
-    assert len(a.replicas.table.free) == len(a.replicas.table.slots)
-
-
 def test_a_staging_that_fails_leaves_nothing_pinned(
     pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,7 +250,7 @@ def test_a_staging_that_fails_leaves_nothing_pinned(
     damage_manifest(a, stored)
     monkeypatch.setattr(fetch, "may_wait", never)
     with pytest.raises(PeerUnreachable):
-        a.io.run(stage.stage, a.state, structs.replace(order(stored), holders=("a", "gone")), SHARD)
+        brought(a, structs.replace(order(stored), holders=("a", "gone")))
     assert not stored.pins
 
 
@@ -288,33 +260,6 @@ def damage_manifest(holder: Holder, stored: StoredReplica) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-
-
-def test_a_check_whose_manifest_was_damaged_since_is_answered(
-    pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The get fails by name, and brings the manifest from another copy when it is called again."""
-    a, _ = pair
-    stored = seal(a.replicas, SHARD)
-    assert a.io.run(stage.stage, a.state, order(stored), SHARD) == {}
-    damage_manifest(a, stored)
-    a.state.ranks.links["n"] = RankConnection(cast(Any, None), Owner(1, 1, 1), "n", "train", 0)
-    reports = reports_of(a, monkeypatch)
-    a.obey(OrderCheck(job="train", round=1, rank=0))
-    [report] = reports
-    assert isinstance(report, IntoChecked)
-    assert "was damaged after it was written" in str(report.error)
-
-
-def test_a_check_of_nothing_is_answered(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
-    """An order to check what is not staged any more ends the get with an error instead of its deadline."""
-    a, _ = pair
-    reports = reports_of(a, monkeypatch)
-    a.obey(OrderCheck(job="train", round=7, rank=0))
-    [report] = reports
-    assert isinstance(report, IntoChecked)
-    assert report.error is not None
-    assert report.error.error == "RecoveryError"
 
 
 @pytest.mark.parametrize("is_rotten", [False, True])
@@ -343,10 +288,8 @@ def test_a_restore_does_not_lean_on_rotten_content(pair: tuple[Holder, Holder]) 
     a, b = pair
     wanted, beside = seal(a.replicas, SHARD), seal(b.replicas, ShardId("train", 1, 1, 0))
     rot(b.replicas, beside, 1)
-    ordered = order(wanted)
-    stage.begin(b.state, ordered)
-    assert b.io.run(stage.stage, b.state, ordered, SHARD) == {}
-    read = b.state.partial_reads.known["train", 0]
+    assert brought(b, order(wanted)) == {}
+    read = b.state.reads.ready[1]
     assert read.sources == {"a": [1]}
     assert [slot is None for slot in read.replica.slots] == [False, True, False, False]
     assert beside.missing == {1}

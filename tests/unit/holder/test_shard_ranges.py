@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from memstore.core.arena.claimed_memory import Limit
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.replica_store import ReplicaStore
-from memstore.core.holder.reads import fetch, partial_read
-from memstore.core.wire.calls import AskSteps, ReadRanges, ReadStep
+from memstore.core.holder.reads import bring, fetch, ready
+from memstore.core.wire.calls import AskSteps, ReadStep
 from memstore.core.wire.codec import encode
 from memstore.core.wire.ids import WireShard, WireSpec
-from memstore.core.wire.orders import CallAnswered, ChunkRange, ReadChunks, Run
-from memstore.core.wire.replies import ChunksStaged, ShardPlaced, StepList
+from memstore.core.wire.orders import Bring, CallAnswered, ChunkRange, Run
+from memstore.core.wire.replies import ShardPlaced, ShardReady, StepList
 from memstore.errors import CapacityError, ConfigError, DigestMismatch, IntegrityError, PeerTimeout, RecoveryError
 from memstore.shell.arena.mapping import lock_free
 from memstore.shell.arena.slot_headers import SLOTS_NAME
@@ -28,8 +28,7 @@ from memstore.shell.holder.holder import Holder
 from memstore.shell.peer.client import Peer
 from memstore.shell.rank.arena_view import RankMapping
 from memstore.shell.rank.holder_link import HolderLink
-from memstore.shell.rank.range_read import ShardRanges, chunk_runs
-from memstore.shell.rank.shard_read import ShardRead
+from memstore.shell.rank.shard_read import ShardRanges, ShardRead, chunk_runs
 from memstore.testing.clusters.processes import wait_for
 from memstore.testing.clusters.two_holders import two_holders
 from recovery.inventory import ShardId
@@ -72,18 +71,18 @@ def order(
     *,
     run: Run = FROM_A,
     holders: Sequence[str] = ("a",),
-) -> ReadChunks:
+) -> Bring:
     """Stage some chunks from host a, as the controller would order it."""
-    return ReadChunks(
-        job="train", read=number, rank=3, shard=WireShard.of(stored.shard), spec=WireSpec.of(stored.spec), attempt=2,
+    return Bring(
+        read=number, job="train", shard=WireShard.of(stored.shard), spec=WireSpec.of(stored.spec), attempt=2,
         runs=(run,), durable=None, holders=tuple(holders), chunks=tuple(ChunkRange(*each) for each in chunks),
-        is_repair=True,
+        reader="", use="repair",
     )  # fmt: skip
 
 
-def stage(holder: Holder, order: ReadChunks) -> dict[str, list[int]]:
+def stage(holder: Holder, order: Bring) -> dict[str, list[int]]:
     """Bring the chunks to a holder, as its controller would order it."""
-    return holder.io.run(partial_read.stage, holder.state, order)
+    return holder.io.run(bring._bring, holder.state, order)
 
 
 def used_slots(holder: Holder) -> int:
@@ -133,13 +132,13 @@ def test_only_the_wanted_chunks_cross_the_network(pair: tuple[Holder, Holder], f
     stored, before = seal(a.replicas), used_slots(b)
     assert stage(b, order(stored, [[1, 2], [6, 1]])) == {}
     assert sorted(fetched) == [1, 2, 6]
-    ready = partial_read.take(b.state, 1)
-    assert [i for i, slot in enumerate(ready.replica.slots) if slot is not None] == [1, 2, 6]
+    taken = ready.take(b.state, 1)
+    assert [i for i, slot in enumerate(taken.replica.slots) if slot is not None] == [1, 2, 6]
     assert b.replicas.index.copies("b") == []
-    partial_read.release(b.state, 1)
+    ready.release(b.state, 1)
     assert used_slots(b) == before
-    with pytest.raises(IntegrityError, match="read again"):
-        partial_read.take(b.state, 1)
+    with pytest.raises(IntegrityError, match="is gone"):
+        ready.take(b.state, 1)
 
 
 def test_what_the_host_holds_of_another_shard_is_not_fetched(pair: tuple[Holder, Holder], fetched: list[int]) -> None:
@@ -149,7 +148,7 @@ def test_what_the_host_holds_of_another_shard_is_not_fetched(pair: tuple[Holder,
     mine = seal(b.replicas, FILLS[:3], ShardId("train", 1, 1, 0))
     assert stage(b, order(stored, [[0, 4]])) == {}
     assert fetched == [3]
-    partial_read.release(b.state, 1)
+    ready.release(b.state, 1)
     assert b.replicas.verify(mine) == []
 
 
@@ -160,9 +159,9 @@ def test_a_rotten_local_chunk_is_replaced_from_a_peer(pair: tuple[Holder, Holder
     rot(b.replicas, mine, 2)
     assert stage(b, order(stored, [[1, 3]], run=FROM_HERE, holders=["a", "b"])) == {}
     assert fetched == [2]
-    ready = partial_read.take(b.state, 1)
-    assert bytes(b.replicas.arena.view(ready.replica.slots[2] or 0, 4)) == b"\3\3\3\3"
-    partial_read.release(b.state, 1)
+    taken = ready.take(b.state, 1)
+    assert bytes(b.replicas.arena.view(taken.replica.slots[2] or 0, 4)) == b"\3\3\3\3"
+    ready.release(b.state, 1)
     assert sorted(mine.missing) == [2]
 
 
@@ -203,14 +202,14 @@ def test_a_partial_read_that_no_process_takes_goes(
     a, b = pair
     stored, before = seal(a.replicas), used_slots(b)
     stage(b, order(stored, [[0, 2]], 1))
-    monkeypatch.setattr(partial_read, "TAKE_S", -1.0)
+    monkeypatch.setattr(ready, "TAKE_S", -1.0)
     for number in (2, 3):
         stage(b, order(stored, [[4, 2]], number))
-    partial_read.take(b.state, 3)
-    partial_read.expire(b.state)
-    assert list(b.state.partial_reads.known) == [1, 3]  # not yet due, and taken
+    ready.take(b.state, 3)
+    b.io.run(ready.expire, b.state)
+    assert list(b.state.reads.ready) == [1, 3]  # not yet due, and taken
     for number in (1, 3):
-        partial_read.release(b.state, number)
+        ready.release(b.state, number)
     assert used_slots(b) == before
 
 
@@ -228,11 +227,11 @@ def test_readers_of_one_host_take_turns_where_room_is_tight(
     with pytest.raises(CapacityError):
         stage(b, order(others, [[0, 8]], 2))
     monkeypatch.setattr(fetch, "RETRY_LIMIT_S", 60.0)
-    first = threading.Timer(0.2, partial_read.release, [b.state, 1])
+    first = threading.Timer(0.2, ready.release, [b.state, 1])
     first.start()
     assert stage(b, order(others, [[0, 8]], 3)) == {}
     first.join()
-    partial_read.release(b.state, 3)
+    ready.release(b.state, 3)
     assert used_slots(b) == len(whole)
 
 
@@ -250,20 +249,20 @@ class Reader:
         self.link = HolderLink(holder.folder, nonce="reader")
         self.ranges = ShardRanges(self.link, "train", timeout_s=30.0)
 
-    def relay(self, stored: StoredReplica, call_id: int, request: ReadRanges | AskSteps) -> None:
+    def relay(self, stored: StoredReplica, call_id: int, request: ReadStep | AskSteps) -> None:
         if isinstance(request, AskSteps):
             none = StepList(attempt=1, steps=[], gone=[], attempts=[], pins={}, origin=None)
             self.holder.ranks.answer(call_id, encode(none), None)
             return
         self.count += 1
-        bad = stage(self.holder, order(stored, [[run.first, run.count] for run in request.chunks], self.count))
+        bad = stage(self.holder, order(stored, [[run.first, run.count] for run in request.chunks or ()], self.count))
         for index in self.bad_at_first if self.count == 1 else ():
-            slot = partial_read.take(self.holder.state, self.count).replica.slots[index]
+            slot = ready.take(self.holder.state, self.count).replica.slots[index]
             assert slot is not None
             self.holder.replicas.arena.view(slot, CHUNK_BYTES)[7] ^= 1
             self.holder.replicas.verify_slots([slot])
         error = ["RecoveryError", f"{bad} are damaged"] if bad else None
-        reply = ChunksStaged(step=2, attempt=1, verdict="peer", why="", read=self.count)
+        reply = ShardReady(step=2, attempt=1, verdict="peer", why="", report=None, read=self.count)
         self.holder.ranks.answer(call_id, None if bad else encode(reply), error)
 
 
@@ -301,8 +300,8 @@ def test_bytes_that_change_under_the_copy_are_found(
     """A chunk is digested after its copy, where it lay, and brought again; without a good copy the read fails (R7)."""
     with reader.ranges.ask(2, 3, [(0, 10)], CHUNK_BYTES) as found:
         found.answer()
-        ready = partial_read.take(reader.holder.state, 1)
-        reader.holder.replicas.arena.view(ready.replica.slots[0] or 0, 8)[3] ^= 1
+        taken = ready.take(reader.holder.state, 1)
+        reader.holder.replicas.arena.view(taken.replica.slots[0] or 0, 8)[3] ^= 1
         if is_elsewhere:
             assert found.bytes_of([(0, 10)]) == [b"\1" * 10]
         else:
@@ -311,7 +310,7 @@ def test_bytes_that_change_under_the_copy_are_found(
             rot(pair[0].replicas, stored, 0)
             with pytest.raises(DigestMismatch, match=r"chunks \[0\] .* no good copy was found"):
                 found.bytes_of([(0, 10)])
-    wait_for(lambda: not reader.holder.state.partial_reads.known, "the partial read to go")
+    wait_for(lambda: not reader.holder.state.reads.ready, "the partial read to go")
 
 
 def test_a_wanted_chunk_that_was_quarantined_is_brought_again(reader: Reader) -> None:
@@ -333,7 +332,7 @@ def test_a_reader_that_dies_leaves_nothing(reader: Reader) -> None:
     reader.link.closed.set()  # no `bye`
     reader.link.channel.close()
     wait_for(lambda: used_slots(reader.holder) == before, "the slots to be given back")
-    assert not reader.holder.state.partial_reads.known
+    assert not reader.holder.state.reads.ready
 
 
 def test_a_read_that_failed_says_why_and_one_that_takes_too_long_is_given_up(
@@ -359,7 +358,7 @@ def test_a_read_that_failed_says_why_and_one_that_takes_too_long_is_given_up(
         asked.answer()
     wait_for(lambda: late, "the call")
     reader.relay(stored, *late[0])
-    wait_for(lambda: not reader.holder.state.partial_reads.known, "the late partial read to go")
+    wait_for(lambda: not reader.holder.state.reads.ready, "the late partial read to go")
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -379,7 +378,7 @@ def test_a_read_that_no_process_opens_is_given_back(
     for call in late:
         reader.relay(stored, *call)
     wait_for(lambda: used_slots(reader.holder) == before, "the slots to be given back")
-    assert not reader.holder.state.partial_reads.known
+    assert not reader.holder.state.reads.ready
 
 
 def test_no_byte_behind_a_shard_is_read(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,4 +442,4 @@ def test_another_shard_than_the_one_asked_for_is_refused(reader: Reader) -> None
             pytest.raises(IntegrityError, match="read again"),
         ):
             asked.answer()
-    wait_for(lambda: not reader.holder.state.partial_reads.known, "the partial read to go")
+    wait_for(lambda: not reader.holder.state.reads.ready, "the partial read to go")

@@ -1,5 +1,5 @@
-"""What a holder brings here for readers, and from where.
+"""What a holder brings into its readers' reach, and from where.
 
-`stage.py` brings a whole shard, `partial_read.py` some chunks; `fetch.py` asks peers and storage, `direct_read.py`
-names hosts that a reader itself asks; `reader_pins.py` pins slots for readers. It may know all of `core/holder`.
+`bring.py` carries out an order; `fetch.py` asks peers and storage; `ready.py` keeps what is brought for its reader, and
+pins it once the reader takes it. It may know all of `core/holder`.
 """

@@ -18,18 +18,20 @@ from typing import Any, TypeVar
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.format.manifest import shard_digest
 from memstore.core.holder.holder_io import HolderIo
+from memstore.core.holder.inventory import report_copy
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.orders import Bring, DurablePlace, StageShard
+from memstore.core.wire.orders import Bring, DurablePlace
 from memstore.core.wire.peer_messages import FetchManifest, Verify
 from memstore.errors import DigestMismatch, IntegrityError, PeerTimeout, PeerUnreachable, TransportError
-from recovery.inventory import ShardId
 
 RETRY_S = 0.2
 RETRY_LIMIT_S = 10.0  # and at least twice dead_after_s: a dead source is known dead before its fetch fails a get
 SOURCE_TRIES = 3  # before the other holders of the shard are asked as well
 SILENT_S = 300.0  # after a question that it left unanswered, other copies are asked before a source: each costs 30 s
 DURABLE = "durable"  # names durable storage among sources, in reports
+Chunks = dict[str, list[int]]  # source -> chunks
+Ask = Callable[[str, list[int]], Coroutine[Any, Any, list[int]]]
 T = TypeVar("T")
 
 
@@ -38,9 +40,14 @@ def deadline_s(state: HolderState) -> float:
     return state.now() + max(RETRY_LIMIT_S, 2 * state.limits.dead_after_s)
 
 
+def rank_of(order: Bring) -> tuple[str, int]:
+    """Return the job and the rank for which an order of a get of all ranks brings."""
+    return order.job, order.shard.rank
+
+
 def is_newest(state: HolderState, order: Bring) -> bool:
-    """Say whether no later round of the same rank was ordered."""
-    return not isinstance(order, StageShard) or state.stages.newest.get((order.job, order.rank)) is order
+    """Say whether nothing later was ordered for a get of the same rank."""
+    return order.use != "get" or state.reads.newest.get(rank_of(order)) is order
 
 
 async def may_wait(io: HolderIo, state: HolderState, order: Bring, until_s: float) -> bool:
@@ -51,27 +58,35 @@ async def may_wait(io: HolderIo, state: HolderState, order: Bring, until_s: floa
     return not state.is_stopping()
 
 
-async def manifest(
-    io: HolderIo, state: HolderState, order: Bring, shard: ShardId, digest: str, until_s: float
-) -> tuple[bytes | None, set[str]]:
+async def manifest(io: HolderIo, state: HolderState, order: Bring, until_s: float) -> tuple[bytes | None, set[str]]:
     """Get the manifest from any holder, else from durable storage; or None and the sources that say they lack it.
+
+    A damaged one here is written again from another copy's; if there is none, the copy here counts no more.
 
     Raises:
         TransportError: some source cannot be reached, and none of the others has it.
     """
-    pinned = state.store.pin(shard, digest)
-    if pinned is not None:
-        try:
-            return await io.on_store(partial(state.store.manifest, pinned[0])), set()
-        except DigestMismatch:
-            pass  # its file here was damaged: any other copy's manifest serves as well
-        finally:
-            state.store.unpin(*pinned)
-    return await brought_manifest(io, state, order, shard, digest, until_s)
+    store = state.store
+    pinned = store.pin(order.shard.id, order.spec.digest)
+    if pinned is None:
+        return await brought_manifest(io, state, order, until_s)
+    try:
+        return await io.on_store(partial(store.manifest, pinned[0])), set()
+    except DigestMismatch as exc:
+        await io.warn(f"host {state.host_id}: {exc}")
+        data, lacking = await brought_manifest(io, state, order, until_s)
+        if data is None:
+            store.lose_manifest(pinned[0])
+            report_copy(state, pinned[0])
+        else:
+            store.repair_manifest(pinned[0], data)
+        return data, lacking
+    finally:
+        store.unpin(*pinned)
 
 
 async def brought_manifest(
-    io: HolderIo, state: HolderState, order: Bring, shard: ShardId, digest: str, until_s: float
+    io: HolderIo, state: HolderState, order: Bring, until_s: float
 ) -> tuple[bytes | None, set[str]]:
     """Get the manifest as `manifest` does, but from another host or durable storage."""
     sources = [host for host in order.holders if host != state.host_id]
@@ -81,7 +96,7 @@ async def brought_manifest(
         problems = []
         for source in _silent_last(state, sources):
             try:
-                return (await _answered(io, state, source, _manifest_of(io, order, source, shard, digest))), lacking
+                return (await _answered(io, state, source, _manifest_of(io, order, source))), lacking
             except IntegrityError:
                 lacking.add(source)
             except TransportError as exc:
@@ -90,15 +105,16 @@ async def brought_manifest(
             return None, lacking
         sources = [s for s in sources if s not in lacking]
         if not await may_wait(io, state, order, until_s):
-            raise PeerUnreachable(f"no source gave the manifest of {shard}: {'; '.join(problems)}")
+            raise PeerUnreachable(f"no source gave the manifest of {order.shard.id}: {'; '.join(problems)}")
 
 
-async def _manifest_of(io: HolderIo, order: Bring, source: str, shard: ShardId, digest: str) -> bytes:
+async def _manifest_of(io: HolderIo, order: Bring, source: str) -> bytes:
     """Return the manifest that a source has, checked against the shard's digest (R14)."""
+    shard, digest = order.shard.id, order.spec.digest
     if source == DURABLE:
         return await io.read_durable_manifest(_storage(order), shard, order.spec.spec)
     peer = await io.reach(source)
-    found = await io.call_peer(peer, FetchManifest(shard=WireShard.of(shard), digest=digest))
+    found = await io.call_peer(peer, FetchManifest(shard=order.shard, digest=digest))
     data = found.manifest
     if shard_digest(data) != digest:
         raise DigestMismatch(
@@ -111,7 +127,7 @@ async def _manifest_of(io: HolderIo, order: Bring, source: str, shard: ShardId, 
 
 def _silent_last(state: HolderState, sources: Iterable[str]) -> list[str]:
     """Return sources in their order, but those that were silent just now behind the others."""
-    asked_s = state.stages.unanswered_s
+    asked_s = state.reads.unanswered_s
     return sorted(sources, key=lambda source: state.now() - asked_s.get(source, -math.inf) < SILENT_S)
 
 
@@ -120,34 +136,49 @@ async def _answered(io: HolderIo, state: HolderState, source: str, question: Cor
     try:
         answer = await question
     except PeerTimeout:
-        state.stages.unanswered_s[source] = state.now()
+        state.reads.unanswered_s[source] = state.now()
         raise
-    state.stages.unanswered_s.pop(source, None)
+    state.reads.unanswered_s.pop(source, None)
     return answer
 
 
-async def chunks(
-    io: HolderIo,
-    state: HolderState,
-    order: Bring,
-    replica: IncomingReplica,
-    sizes: list[int],
-    until_s: float,
-) -> tuple[dict[str, list[int]], list[str]]:
-    """Fetch every planned run, all sources at once; return what sources say they lack, and other problems."""
-    wanted: dict[str, list[int]] = {}
-    missing = set(replica.missing)
+def by_source(state: HolderState, order: Bring, indices: Iterable[int]) -> tuple[Chunks, Chunks]:
+    """Return source -> those of the chunks that it is asked for; and what nobody but this host was to have.
+
+    What was planned from here and is bad, or gone, is asked of another holder.
+    """
+    planned: dict[int, str] = {}
     for run in order.runs:
-        if run.tier != "local":
-            lacking = [i for i in range(run.first, run.first + run.count) if i in missing]
-            wanted.setdefault(run.source or DURABLE, []).extend(lacking)
-    sources = [source for source, indices in wanted.items() if indices]
+        source = state.host_id if run.tier == "local" else run.source or DURABLE
+        planned.update(dict.fromkeys(range(run.first, run.first + run.count), source))
+    others = [host for host in order.holders if host != state.host_id]
+    asked: Chunks = {}
+    for index in indices:
+        source = planned.get(index, state.host_id)
+        asked.setdefault(others[0] if source == state.host_id and others else source, []).append(index)
+    return asked, {state.host_id: asked.pop(state.host_id)} if state.host_id in asked else {}
+
+
+async def chunks(
+    io: HolderIo, state: HolderState, order: Bring, replica: IncomingReplica, until_s: float
+) -> tuple[Chunks, list[str]]:
+    """Fetch all that is missing, from all sources at once; return what sources say they lack, and other problems."""
+    asked, lost = by_source(state, order, replica.missing)
     is_here = lambda index: replica.slots[index] is not None  # noqa: E731
-    ask = partial(_from, io, order, replica, sizes)
-    fetches = [from_planned(io, state, order, source, wanted[source], is_here, ask, until_s) for source in sources]
-    found = await io.together(fetches)
-    lost = {source: indices for source, (indices, _) in zip(sources, found, strict=True) if indices}
-    return lost, [problem for _, problem in found if problem]
+    ask = partial(_from, io, order, replica)
+    lacking, problems = await from_all(io, state, order, asked, is_here, ask, until_s)
+    return {**lost, **lacking}, problems
+
+
+async def from_all(
+    io: HolderIo, state: HolderState, order: Bring, asked: Chunks, is_done: Callable[[int], bool], ask: Ask,
+    until_s: float,
+) -> tuple[Chunks, list[str]]:  # fmt: skip
+    """Ask all sources at once, as `from_planned` does; return what they say they lack, and other problems."""
+    work = [from_planned(io, state, order, source, asked[source], is_done, ask, until_s) for source in asked]
+    ends = await io.together(work)
+    lost = {source: lacking for source, (lacking, _) in zip(asked, ends, strict=True) if lacking}
+    return lost, [problem for _, problem in ends if problem]
 
 
 async def from_planned(
@@ -157,7 +188,7 @@ async def from_planned(
     source: str,
     indices: list[int],
     is_done: Callable[[int], bool],
-    ask: Callable[[str, list[int]], Coroutine[Any, Any, list[int]]],
+    ask: Ask,
     until_s: float,
 ) -> tuple[list[int], str]:
     """Ask for chunks at their planned source, then at the other holders of the shard as well (R25).
@@ -199,9 +230,7 @@ async def from_planned(
     return sorted(lost), problem
 
 
-async def _from(
-    io: HolderIo, order: Bring, replica: IncomingReplica, sizes: list[int], host: str, indices: list[int]
-) -> list[int]:
+async def _from(io: HolderIo, order: Bring, replica: IncomingReplica, host: str, indices: list[int]) -> list[int]:
     """Pull chunks into the incoming replica; return those that the source itself says it lacks.
 
     A chunk that arrives damaged makes the peer digest its own bytes again and report them: it counts as bad only on
@@ -209,7 +238,7 @@ async def _from(
     """
     spec = order.spec.spec
     if host == DURABLE:
-        return await io.receive_durable(_storage(order), replica, spec, indices, sizes)
+        return await io.receive_durable(_storage(order), replica, spec, indices)
     peer = await io.reach(host)
     bad = await io.receive_chunks(peer, replica, spec.digest, indices)
     if not bad:

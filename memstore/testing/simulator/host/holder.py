@@ -24,7 +24,7 @@ from memstore.core.holder.inventory import inventory, report_copy
 from memstore.core.holder.orders import obey
 from memstore.core.holder.puts import equal_ranks, seal
 from memstore.core.holder.puts.push import WHOLE_BYTES
-from memstore.core.holder.reads import reader_pins
+from memstore.core.holder.reads import ready
 from memstore.core.holder.sessions import Sessions, read_journal
 from memstore.core.holder.state import HolderState, Limits, SubmittedPut
 from memstore.core.wire import calls, reports
@@ -241,7 +241,7 @@ class SimHolder:
                 ranks.end(self.state, link)
         self.served_links = [link for link in self.served_links if link.is_open]
         self.io.start(FENCE, ranks.reap, self.state)
-        self.io.start(FENCE, reader_pins.expire, self.state)
+        self.io.start(FENCE, ready.expire, self.state)
         self.peer_server.give_up_idle()
         self.sessions.facts.retry()
 

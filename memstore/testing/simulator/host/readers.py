@@ -6,10 +6,9 @@ import random
 from collections.abc import Generator
 from contextlib import suppress
 
-from memstore.core.arena.replica_index import StagedKey
 from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest, shard_digest
-from memstore.core.holder.reads import reader_pins
-from memstore.core.wire.calls import RankCall, ReadRanges
+from memstore.core.holder.reads import ready
+from memstore.core.wire.calls import RankCall, ReadStep
 from memstore.core.wire.codec import reply_decoder
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import CallAnswered
@@ -21,7 +20,6 @@ from memstore.testing.simulator.host.peer_requests import connect
 from memstore.testing.simulator.host.rank_link import RankLink
 from memstore.testing.simulator.world.processes import CallFailed, Rank, ShardRead
 from memstore.testing.simulator.world.virtual_time import Thread, Wait
-from recovery.inventory import ShardId
 
 READ_S = (0.0, 0.05)  # until a reader has copied what was staged for it
 SLOW_SHARE, SLOW_S = 0.2, 2.0  # of readers that take longer than a broken link takes to come back
@@ -33,8 +31,7 @@ class Readers:
     def __init__(self, holder: HostContext) -> None:
         self.holder = holder
         self.slowness = random.Random(f"readers {holder.world.scenario.seed} {holder.host_id}")
-        self.verified_s: dict[StagedKey, float] = {}  # since when what was staged for a reader has been verified
-        self.opened_s: dict[tuple[str, ShardId], float] = {}  # when an incoming replica was opened, by its name
+        self.opened_s: dict[str, float] = {}  # when an incoming replica was opened, by its name: it is verified since
 
     def answer(self, link: RankLink, answer: CallAnswered) -> None:
         """Let a rank take an answer; if it is a read, on a thread of its own."""
@@ -43,7 +40,7 @@ class Readers:
             link.process.answered(answer.id, CallFailed(": ".join(answer.error)))
         elif request is None:
             with suppress(ProtocolError):  # the answer to another call
-                reader_pins.give_back(link, decode_pinned(answer.reply).pin)  # its reader has given up
+                ready.give_back(link, decode_pinned(answer.reply).pin)  # its reader has given up
         else:
             reply = reply_decoder(type(request))(answer.reply)
             if isinstance(reply, ShardPlaced):
@@ -54,7 +51,7 @@ class Readers:
     def _read(self, link: RankLink, call_id: int, request: RankCall, placed: ShardPlaced) -> Thread:
         """Copy out what an answer names and digest it again, as a reader does; then let go of it (R7)."""
         holder, rank = self.holder, link.process
-        is_whole = not isinstance(request, ReadRanges)
+        is_whole = not isinstance(request, ReadStep) or request.chunks is None
         slow_s = self.slowness.uniform(0.0, SLOW_S) if self.slowness.random() < SLOW_SHARE else 0.0
         yield holder.world.network.rng.uniform(*READ_S) + slow_s
         wanted = [index for index, slot in enumerate(placed.slots) if slot is not None]
@@ -63,17 +60,16 @@ class Readers:
             holder.checker.restores.read_whole(rank, is_pinned=placed.pin in link.pins)
         fetched = yield from self._fetch(rank, placed)
         if isinstance(rank.link, RankLink) and rank.holder is not None and rank.holder.is_up:
-            reader_pins.give_back(rank.link, placed.pin)  # as a rank does, on the link that it has now
+            ready.give_back(rank.link, placed.pin)  # as a rank does, on the link that it has now
         manifest = decode_manifest(placed.manifest)
         good = {i: data for i, data in {**read, **fetched}.items() if chunk_digest(data) == manifest.chunks[i].digest}
         bad = [i for i in read if i not in good]
         if placed.report is not None and (bad or (is_whole and not placed.elsewhere and None in placed.slots)):
-            key = StagedKey(rank.job, rank.rank, "round", placed.report.round)  # a barrier said: good (R27)
-            staged_s = self.verified_s.get(key, holder.world.now)
-            holder.checker.restores.read_damaged(rank, [n for n in placed.slots if n is not None], staged_s)
+            slots = [n for n in placed.slots if n is not None]
+            holder.checker.restores.read_damaged(rank, slots, self._staged_s(rank))  # a barrier said: good (R27)
         asked = set(range(len(placed.slots))) if is_whole else {*read, *_elsewhere(placed)}
         missing = sorted(asked - good.keys())
-        if missing and not (isinstance(request, ReadRanges) and request.is_repair):
+        if missing and not (isinstance(request, ReadStep) and request.is_repair):
             good.update((yield from rank.repair(manifest, missing)))
         if asked - good.keys():
             rank.answered(call_id, CallFailed("DigestMismatch: a chunk was damaged before it was read"))
@@ -100,9 +96,14 @@ class Readers:
         stored = self.holder.world.holders[host].replicas.index.find(manifest.shard, digest)
         wrong = [i for i, data in chunks.items() if data and chunk_digest(data) != manifest.chunks[i].digest]
         slots = [stored.slots[i] for i in wrong] if stored is not None else []
-        name = f"direct-{rank.attempt}-{rank.rank}"
-        staged_s = self.opened_s.get((name, manifest.shard), self.holder.world.now)
-        self.holder.checker.restores.read_damaged(rank, [n for n in slots if n is not None], staged_s, host)
+        found = [n for n in slots if n is not None]
+        self.holder.checker.restores.read_damaged(rank, found, self._staged_s(rank), host)
+
+    def _staged_s(self, rank: Rank) -> float:
+        """Return since when what was brought for a rank's get has been verified."""
+        order = self.holder.state.reads.newest.get((rank.job, rank.rank))
+        name = ready.name_of(order.read) if order is not None else ""
+        return self.opened_s.get(name, self.holder.world.now)
 
 
 def _elsewhere(placed: ShardPlaced) -> set[int]:

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import msgspec
 
-from memstore.core.arena.replica_index import IncomingReplica, StagedKey, StoredReplica
+from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
 from memstore.core.durable.marker_format import MarkerRecord, row_of
@@ -34,14 +34,15 @@ from memstore.core.holder.holder_io import (
 )
 from memstore.core.holder.link import Link
 from memstore.core.holder.puts import seal
+from memstore.core.holder.reads import bring
 from memstore.core.schedule.durable_interval import take_turn
 from memstore.core.wire.codec import Request
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import CallAnswered, DurablePlace, Lineage, StepLevel
 from memstore.core.wire.peer_messages import ChunkBatch, FetchChunks, OfferedChunk, Refused, WholeShard
-from memstore.core.wire.rank_messages import CheckInto, HolderEvent, PutReady, SlotSample, SlotsLeased
+from memstore.core.wire.rank_messages import CheckInto, HolderEvent, IntoChecked, PutReady, SlotSample, SlotsLeased
 from memstore.core.wire.replies import HostVerified
-from memstore.core.wire.reports import IntoChecked, IntoError, MarkersFound
+from memstore.core.wire.reports import MarkersFound
 from memstore.errors import IntegrityError, MemstoreError, PeerRefused, PeerUnreachable, TransportError
 from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
 from memstore.testing.simulator.host.context import HostContext
@@ -49,7 +50,6 @@ from memstore.testing.simulator.host.peer_requests import PeerLink, connect
 from memstore.testing.simulator.host.rank_link import RankLink
 from memstore.testing.simulator.host.readers import Readers
 from memstore.testing.simulator.world.durable_storage import DurableStorage
-from memstore.testing.simulator.world.processes import Rank
 from memstore.testing.simulator.world.violation import Violation
 from memstore.testing.simulator.world.virtual_time import Wait
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
@@ -106,7 +106,6 @@ class VirtualIo:
         self.has_late_welcomes = any(fault.kind == "break-link" for fault in holder.world.scenario.faults)
         self.lateness = random.Random(f"welcomes {holder.world.scenario.seed} {holder.host_id}")
         self.readers = Readers(holder)
-        self._opened_s: dict[ShardId, float] = {}  # when the incoming replica of what is brought was opened
         self.free_s: dict[str, float] = {}  # job -> when its next slice may begin
 
     # -- procedures -----------------------------------------------------------------------------
@@ -219,13 +218,12 @@ class VirtualIo:
         return (await self._part(place, shard, spec))[0]
 
     async def receive_durable(
-        self, place: DurablePlace, replica: IncomingReplica, spec: ShardSpec, chunks: Sequence[int],
-        sizes: Sequence[int],
-    ) -> list[int]:  # fmt: skip
+        self, place: DurablePlace, replica: IncomingReplica, spec: ShardSpec, chunks: Sequence[int]
+    ) -> list[int]:
         """As in HolderIo."""
         _, stored = await self._part(place, replica.shard, spec)
         found = {index: stored[index] if index < len(stored) else b"" for index in chunks}
-        sized = {index: data if len(data) == sizes[index] else b"" for index, data in found.items()}
+        sized = {index: data if len(data) == spec.chunk_nbytes(index) else b"" for index, data in found.items()}
         return [index for index, data in sized.items() if self._is_bad(replica, index, data)]
 
     async def _part(self, place: DurablePlace, shard: ShardId, spec: ShardSpec) -> tuple[bytes, list[bytes]]:
@@ -331,7 +329,6 @@ class VirtualIo:
     async def verify(self, stored: StoredReplica, chunks: frozenset[int] | None = None) -> list[int]:
         """As in HolderIo."""
         await _wait(self.holder.world.network.rng.uniform(*VERIFY_S))
-        self._opened_s.pop(stored.shard, None)
         return self.replicas.verify(stored, map, chunks)
 
     async def verify_copies(self, job: str | None) -> HostVerified:
@@ -344,14 +341,13 @@ class VirtualIo:
     ) -> IncomingReplica:  # fmt: skip
         """As in HolderIo."""
         await _wait(FILE_S)
-        self._opened_s[shard] = self.holder.world.now  # the first of its chunks is verified now
-        self.readers.opened_s[name, shard] = self.holder.world.now
+        self.readers.opened_s[name] = self.holder.world.now  # the first of its chunks is verified now
         return self.replicas.open_incoming(name, shard, digests, sizes, attempt, chunks)
 
-    async def keep_staged(self, key: StagedKey, stored: StoredReplica, pin: int) -> None:
+    async def verify_slots(self, slots: Sequence[int]) -> None:
         """As in HolderIo."""
-        self.replicas.keep_staged(key, stored, pin)
-        self.readers.verified_s[key] = self._opened_s.pop(stored.shard, self.holder.world.now)
+        await _wait(self.holder.world.network.rng.uniform(*VERIFY_S))
+        self.replicas.verify_slots(slots)
 
     # -- what is sent ---------------------------------------------------------------------------
 
@@ -413,17 +409,19 @@ class VirtualIo:
         if isinstance(message, CallAnswered):
             self.readers.answer(to, message)
         elif isinstance(message, CheckInto):
-            self._check(to.process, message)
+            self.holder.world.spawn(self._check(to, message), to.process)
         else:
             if isinstance(message, StepLevel) and message.level in ("committed", "durable"):
                 self.holder.checker.commits.commit_reported(to.process, message.step, is_degraded=message.degraded)
             to.process.receive(message)
 
-    def _check(self, rank: Rank, message: CheckInto) -> None:
-        if not rank.is_frozen:
-            why = rank.check(decode_manifest(message.manifest))
-            error = IntoError(error="ManifestMismatch", message=why) if why else None
-            self.holder.report(IntoChecked(job=rank.job, round=message.round, rank=rank.rank, error=error))
+    def _check(self, link: RankLink, message: CheckInto) -> Waits[None]:
+        rank = link.process
+        yield lambda: not rank.is_frozen
+        why = rank.check(decode_manifest(message.manifest))
+        if link.is_open and self.holder.is_up:
+            answer = IntoChecked(read=message.read, refusal=("ManifestMismatch", why) if why else None)
+            bring.checked(self.holder.state, link, answer)
 
     async def grant(self, link: Link) -> None:
         """As in HolderIo."""

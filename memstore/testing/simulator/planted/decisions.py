@@ -27,7 +27,7 @@ from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.calls import ShardLoaded
 from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.messages import SendOrder
-from memstore.core.wire.orders import Run, StageShard
+from memstore.core.wire.orders import Bring, Run
 from memstore.core.wire.replies import Noted, Skipped
 from memstore.core.wire.reports import SliceWritten
 from memstore.testing.faults.catalogue import Fault
@@ -222,8 +222,8 @@ def steps_mixed(real: Any, self: Staging, now: float, active: Any) -> None:
         if (
             older
             and isinstance(action, SendOrder)
-            and isinstance(order := action.order, StageShard)
-            and order.rank == 0
+            and isinstance(order := action.order, Bring)
+            and order.shard.rank == 0
         ):
             copy = sorted(job.copies[older[-1]][0].values(), key=lambda c: c.host)[0]
             hosts = sorted(job.copies[older[-1]][0])

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec import structs
-
 from memstore.core.holder import ranks
-from memstore.core.holder.reads import reader_pins
+from memstore.core.holder.reads import ready
 from memstore.core.holder.state import HolderState
 from memstore.core.restore.rounds import Rounds
-from memstore.core.wire.ids import WireShard
-from memstore.core.wire.replies import ShardStaged
 from memstore.inplace.membership import Closing, Coming
 from memstore.testing.faults.catalogue import Fault
 from memstore.testing.simulator.host.rank_link import RankLink
@@ -34,35 +30,41 @@ LOST_WHILE_AWAY = (
 )
 
 
-def _other(state: HolderState, link: RankLink, staged: ShardStaged, *, is_newest: bool) -> ShardStaged:
-    """Return what was staged, or the newest or the oldest other shard of the same rank that lies whole here."""
+def _swap(state: HolderState, link: RankLink, read: int, *, is_newest: bool) -> None:
+    """Put the newest or the oldest other shard of the rank that lies whole here in the place of what was brought."""
     mine = [
         replica for replica in state.store.index.shards.values()
         if (replica.shard.job, replica.shard.rank) == (link.job, link.rank) and not replica.missing
     ]  # fmt: skip
-    if not mine:
-        return staged
-    order = sorted(mine, key=lambda replica: (replica.shard.attempt, replica.shard.step))
-    chosen = order[-1 if is_newest else 0]
-    return structs.replace(staged, shard=WireShard.of(chosen.shard), digest=chosen.spec.digest)
+    brought = state.reads.ready.get(read)
+    if not mine or brought is None:
+        return
+    chosen = sorted(mine, key=lambda replica: (replica.shard.attempt, replica.shard.step))[-1 if is_newest else 0]
+    count, name = len(chosen.slots), ready.name_of(read)
+    state.store.abort_incoming(name, brought.replica.shard)
+    sizes = [chosen.spec.chunk_nbytes(index) for index in range(count)]
+    brought.manifest = state.store.manifest(chosen)
+    brought.replica = state.store.open_incoming(
+        name, chosen.shard, chosen.digests, sizes, chosen.shard.attempt, tuple(range(count))
+    )
 
 
 @planted("survivor-keeps-its-own-step", "R23", "I24", *LOST, is_in_place=True, step_s=0.15,
-         at=(reader_pins, "place"))  # fmt: skip
-async def survivor_keeps_its_own_step(real: Any, io: Any, state: HolderState, link: RankLink, staged: Any) -> Any:
+         at=(ready, "place"))  # fmt: skip
+async def survivor_keeps_its_own_step(real: Any, io: Any, state: HolderState, link: RankLink, reply: Any) -> Any:
     """A rank that was there before a loss is given the newest step that it has put, committed or not."""
-    if isinstance(staged, ShardStaged) and staged.report is not None and link.owner.link > 1:
-        staged = _other(state, link, staged, is_newest=True)
-    return await real(io, state, link, staged)
+    if reply.report is not None and link.owner.link > 1:
+        _swap(state, link, reply.read, is_newest=True)
+    return await real(io, state, link, reply)
 
 
 @planted("spare-with-an-old-shard", "R23", "I24", *LOST, is_in_place=True, has_spares=True, hosts=4, keep_steps=2,
-         step_s=0.4, at=(reader_pins, "place"))  # fmt: skip
-async def spare_with_an_old_shard(real: Any, io: Any, state: HolderState, link: RankLink, staged: Any) -> Any:
+         step_s=0.4, at=(ready, "place"))  # fmt: skip
+async def spare_with_an_old_shard(real: Any, io: Any, state: HolderState, link: RankLink, reply: Any) -> Any:
     """A process that takes a lost rank's place is given the oldest shard of the rank that its host has."""
-    if isinstance(staged, ShardStaged) and staged.report is not None and link.owner.link == 1:
-        staged = _other(state, link, staged, is_newest=False)
-    return await real(io, state, link, staged)
+    if reply.report is not None and link.owner.link == 1:
+        _swap(state, link, reply.read, is_newest=False)
+    return await real(io, state, link, reply)
 
 
 @planted("former-store-taken", "R20", "R20", *LOST_WHILE_AWAY, is_in_place=True, step_s=0.15, world_size=6,

@@ -14,7 +14,7 @@ from memstore.core.cluster.holds import Holds
 from memstore.core.cluster.job import Job, LeaseRoom
 from memstore.core.cluster.kept_steps import kept_steps
 from memstore.core.history.pins import Pins
-from memstore.core.holder.reads import reader_pins
+from memstore.core.holder.reads import ready
 from memstore.core.holder.state import HolderState
 from memstore.core.repair import repair
 from memstore.core.restore.followers import Followers
@@ -64,8 +64,8 @@ def pins_numbered_by_link() -> Any:
         counts[link] += 1
         return hold(replace(state, pin_numbers=itertools.count(counts[link])), link, release)
 
-    hold = reader_pins.hold
-    return patch.object(reader_pins, "hold", numbered)
+    hold = ready.hold
+    return patch.object(ready, "hold", numbered)
 
 
 ROWS = (

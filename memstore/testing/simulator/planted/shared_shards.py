@@ -12,10 +12,11 @@ from msgspec.structs import replace
 from memstore.core.attempts.join import Attempts
 from memstore.core.holder.puts import equal_ranks, seal
 from memstore.core.holder.puts.shared_shards import HolderSharedShards
-from memstore.core.restore.single_read import SingleReads, Wanted
+from memstore.core.restore.single_read import SingleReads
 from memstore.core.restore.staging import Staging
 from memstore.core.targets import shared_shards as core_shared_shards
 from memstore.core.targets.shared_shards import SharedShards
+from memstore.core.wire.calls import ReadStep
 from memstore.core.wire.replies import SharedShardPlace
 from memstore.testing.faults.catalogue import Fault
 from memstore.testing.simulator.host.virtual_io import VirtualIo
@@ -55,18 +56,18 @@ def writers_not_written(real: Any, self: SharedShards, attempt: Any, rank: int) 
 
 
 @planted("shared-part-of-another-step", "R34", "R34", RESTART, keep_steps=2, **DDP, at=(SingleReads, "read"))
-def shared_part_of_another_step(real: Any, self: SingleReads, call: Any, wanted: Wanted) -> None:
+def shared_part_of_another_step(real: Any, self: SingleReads, call: Any, asked: ReadStep, *more: Any) -> None:
     """A read brings the oldest step instead of the one that was named."""
     job = self.state.jobs[call.request.job]
     step = min(s for s in job.commits if job.copies.get(s))
-    real(self, call, Wanted(step.step, step.attempt, wanted.rank, wanted.chunks, wanted.reader))
+    real(self, call, replace(asked, step=step.step, of_attempt=step.attempt), *more)
 
 
 @planted("another-shard-restored", "R34", "R34", RESTART, Fault(7.0, "kill-rank"), Fault(9.0, "kill-rank"),
-         at=(Staging, "checked"), **HYBRID)  # fmt: skip
-def another_shard_restored(real: Any, self: Staging, now: float, active: Any, report: Any) -> None:
+         at=(Staging, "staged"), **HYBRID)  # fmt: skip
+def another_shard_restored(real: Any, self: Staging, now: float, active: Any, report: Any) -> Any:
     """A round goes on although a rank refuses the shard that was staged for it."""
-    real(self, now, active, replace(report, error=None))
+    return real(self, now, active, replace(report, refusal=None))
 
 
 @planted("writers-wait-for-one-another", "R34", "R34", **DDP)

@@ -146,20 +146,11 @@ def pin_ignored(real: Any, self: ReplicaIndex, shard: Any, *how: Any) -> Any:
     return [self.shards.pop(key) for key in [k for k in self.shards if k[0] == shard]]
 
 
-@planted("drop-leaves-staged", "R12", "I16", Fault(4.0, "kill-rank"), at=(ReplicaIndex, "drop"))
-def drop_leaves_staged(real: Any, self: ReplicaIndex, shard: Any, *how: Any) -> Any:
-    """A drop leaves the pin of a staged replica, so its slots stay in use until the pin's deadline."""
-    staged, self.staged = self.staged, {}
-    gone = real(self, shard, *how)
-    self.staged = staged
-    return gone
-
-
 ROWS = (
     row("adoption-trusts-headers", "R6", "R6", (adoption, "chunk_digest"), lambda view: _Equal(),
         "A new holder believes every slot header without digesting the slot.",
         Fault(5.0, "flip-at-rest", (0,), count=16), Fault(5.1, "kill-holder", (0,))),
-    row("digest-skipped-on-staging", "R23", "R23", (ReplicaStore, "verify"), lambda _, at, *how: sorted(at.missing),
+    row("digest-skipped-on-staging", "R23", "R23", (ReplicaStore, "verify_slots"), lambda self, slots, *how: None,
         "A restore hands local bytes to the rank without digesting them again.",
         Fault(4.5, "kill-rank"), Fault(4.6, "flip-at-rest", (0,), count=16)),
     row("source-not-digested", "R23", "R23", (PeerServer, "_verify"), lambda self, request: ChunksLacking(chunks=()),

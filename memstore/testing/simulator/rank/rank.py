@@ -215,7 +215,7 @@ class SimRank:
         """Read the first and the last chunk of another rank's newest shard: it may fail, but not lie (R27)."""
         other, last = (self.rank + 1) % self.world_size, self.chunks_count - 1
         answer = yield from self._answer(
-            "read_ranges", RANGES_S, rank=other, step=None, of_attempt=None, chunks=[[0, 1], [last, 1]]
+            "read_step", RANGES_S, rank=other, step=None, of_attempt=None, chunks=[[0, 1], [last, 1]]
         )
         if isinstance(answer, ShardRead):
             self.checker.restores.read_ranges(self, answer)
@@ -232,7 +232,7 @@ class SimRank:
         """Have the holder bring chunks that did not come, or came damaged; return those that are good."""
         shard = manifest.shard
         answer = yield from self._answer(
-            "read_ranges", RANGES_S, rank=shard.rank, step=shard.step, of_attempt=shard.attempt,
+            "read_step", RANGES_S, rank=shard.rank, step=shard.step, of_attempt=shard.attempt,
             chunks=[[index, 1] for index in missing], is_repair=True,
         )  # fmt: skip
         if not isinstance(answer, ShardRead):

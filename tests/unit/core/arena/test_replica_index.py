@@ -5,13 +5,11 @@ References add up, pins hold (R7, R10, R13).
 
 from __future__ import annotations
 
-from typing import Literal
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from memstore.core.arena.replica_index import PEER_INCOMING_MAX, ReplicaIndex, StagedKey, StoredReplica
+from memstore.core.arena.replica_index import PEER_INCOMING_MAX, ReplicaIndex, StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import SlotState, SlotTable
 from recovery.inventory import ShardId, ShardSpec
@@ -75,7 +73,6 @@ class Replicas(RuleBasedStateMachine):
             assert not stored.pins
             self.index.free(stored)
         assert all(s.is_doomed for (held, _), s in self.index.shards.items() if held == shard)
-        assert all(s.shard != shard for s, _ in self.index.staged.values())
 
     @precondition(lambda self: self.index.shards)
     @rule(data=st.data(), deadline_s=st.floats(0, 10))
@@ -84,18 +81,6 @@ class Replicas(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(self.index.shards)))
         stored = self.index.shards[key]
         self.pins.append((stored, self.index.pin(stored, deadline_s)))
-
-    @precondition(lambda self: self.pins)
-    @rule(kind=st.sampled_from(["round", "read"]), number=st.integers(1, 2), rank=st.integers(0, 1))
-    def keep_staged(self, kind: Literal["round", "read"], number: int, rank: int) -> None:
-        """A restore keeps what it pinned, until a later round or a drop; what was dropped meanwhile is let go."""
-        stored, pin = self.pins.pop()
-        is_doomed = stored.is_doomed
-        key = StagedKey("job", rank, kind, number)
-        for gone in self.index.keep_staged(key, stored, pin):
-            self.index.free(gone)
-        assert (key in self.index.staged) is not is_doomed
-        assert is_doomed is False or pin not in stored.pins
 
     @precondition(lambda self: self.pins)
     @rule()

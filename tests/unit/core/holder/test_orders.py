@@ -12,15 +12,14 @@ import pytest
 from holder_io import ScriptedIo
 from msgspec import structs
 
-from memstore.core.arena.replica_index import StagedKey
 from memstore.core.holder import drop, orders, persist, room
 from memstore.core.holder.holder_io import Lane
 from memstore.core.holder.puts import push, seal
-from memstore.core.holder.reads import stage
+from memstore.core.holder.reads import bring
 from memstore.core.wire.ids import WireShard, WireSpec, WireStep
 from memstore.core.wire.orders import (
+    Bring,
     CallAnswered,
-    ChunkRange,
     DropJob,
     DurablePlace,
     EchoClock,
@@ -30,15 +29,11 @@ from memstore.core.wire.orders import (
     Lineage,
     ListMarkers,
     Order,
-    OrderCheck,
     PushCopy,
     PushTargets,
-    ReadChunks,
-    ReadShard,
     RemoveStep,
     Reserve,
     SlicesOfShard,
-    StageShard,
     StepLevel,
     TakeIncarnation,
     TermNumber,
@@ -48,7 +43,7 @@ from memstore.core.wire.orders import (
     WriteSlices,
 )
 from memstore.core.wire.replies import HostVerified
-from memstore.core.wire.reports import CopiesVerified, IntoChecked
+from memstore.core.wire.reports import CopiesVerified
 from memstore.errors import IntegrityError, InternalError
 from recovery.inventory import ShardId, ShardSpec
 
@@ -67,21 +62,18 @@ ROOM: dict[str, Any] = {
     "versions": 2,
     "number": TermNumber(1, 1),
 }
-BRING: dict[str, Any] = {
-    "job": "job", "rank": 0, "shard": WireShard.of(SHARD), "spec": WireSpec.of(SPEC), "attempt": 1, "holders": ("a",),
-    "durable": None, "runs": (),
-}  # fmt: skip
 SLICES = WriteSlices(job="job", durable=PLACE, step=STEP, parts=(SlicesOfShard(ROWS[0], DIGEST, (0, 1)),), key="k")
 MARKER = WriteMarker(job="job", durable=PACED, step=STEP, specs={}, key="k", lineage=Lineage(1, None, None))
 REPAIR = PushCopy(shard=ROWS[0], digest=DIGEST, target="b")
-ROUND = StageShard(**BRING, round=7)
+GET = Bring(
+    read=7, job="job", shard=WireShard.of(SHARD), spec=WireSpec.of(SPEC), chunks=None, attempt=1, holders=("a",),
+    durable=None, runs=(), reader="n", use="get",
+)  # fmt: skip
 WRITE, LIST = Lane("write", ("/d",)), Lane("list", ("/d",))
 BEGUN: list[tuple[Order, Lane, Callable[..., Any]]] = [  # each is given the order
     (Reserve(**ROOM), Lane("room"), room.reserve),
     (Reserve(**ROOM, is_claim=False), Lane("room"), room.grow),
-    (ROUND, Lane("stage"), stage.run),
-    (ReadShard(**BRING, read=7, reader="n"), Lane("stage"), stage.run),
-    (ReadChunks(**BRING, read=7, chunks=(ChunkRange(0, 1),), is_repair=False), Lane("stage"), stage.run),
+    (GET, Lane("read"), bring.run),
     (StepLevel(job="job", attempt=1, step=2, level="skipped", reason="", resume=3), Lane("drop"), drop.abandon),
     (FreeCopies(shards=ROWS, number=TermNumber(1, 2)), Lane("drop"), drop.free),
     (DropJob(job="job", attempt=1, shards=ROWS), Lane("drop"), drop.drop_job),
@@ -102,7 +94,7 @@ SESSION: list[Order] = [
     TakeIncarnation(above=1),
     CallAnswered(id=1, reply=b""),
 ]
-AT_ONCE = {PushTargets, OrderCheck, StepLevel}  # and slices, which are begun one by one
+AT_ONCE = {PushTargets, StepLevel}  # and slices, which are begun one by one
 
 
 @dataclass(eq=False)
@@ -110,9 +102,6 @@ class Host(ScriptedIo):
     """A holder that has no shard."""
 
     lock = contextlib.nullcontext()
-
-    def staged(self, key: StagedKey) -> None:
-        """Nothing is kept for a reader."""
 
     def obey(self, order: Order) -> None:
         """Obey an order, and end what has to be over before the next."""
@@ -177,11 +166,11 @@ def test_a_fence_refuses_what_comes_after_the_order() -> None:
     assert host.state.fences.is_fenced("job", 1)
 
 
-def test_a_round_is_the_newest_one_from_its_order_on() -> None:
+def test_a_get_is_the_newest_one_from_its_order_on() -> None:
     """What still fetches for an older one gives up, also while no thread is free for this one (R25)."""
     host = Host()
-    host.obey(ROUND)
-    assert host.state.stages.newest == {("job", 0): ROUND}
+    host.obey(GET)
+    assert host.state.reads.newest == {("job", 0): GET}
 
 
 def test_a_repair_that_is_under_way_is_not_begun_again() -> None:
@@ -206,16 +195,6 @@ def test_a_level_is_sent_before_the_next_order_is_obeyed() -> None:
     host.state.ranks.links["n"] = link
     host.obey(StepLevel(job="job", attempt=1, step=2, level="committed"))
     assert host.calls == [("send_to_rank", link, StepLevel(job="job", attempt=1, step=2, level="committed"))]
-
-
-def test_a_check_of_what_is_gone_is_answered_at_once() -> None:
-    """The controller waits for the rank's answer, and no rank was asked (R26)."""
-    host = Host()
-    host.obey(OrderCheck(job="job", round=7, rank=0))
-    [report] = host.reports
-    assert isinstance(report, IntoChecked)
-    assert report.error is not None
-    assert "for rank 0 on host me is gone" in report.error.message
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,16 @@ import pytest
 from holder_io import ScriptedIo
 from msgspec import structs
 
-from memstore.core.arena.replica_index import ReplicaIndex
+from memstore.core.arena.replica_index import IncomingReplica, ReplicaIndex
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner, SlotTable
 from memstore.core.holder import ranks
-from memstore.core.wire.rank_messages import RankHello
+from memstore.core.holder.state import Ready
+from memstore.core.wire.ids import WireShard, WireSpec
+from memstore.core.wire.orders import Bring
+from memstore.core.wire.rank_messages import CheckInto, RankHello
 from memstore.core.wire.reports import RankArrived, RankGone
+from recovery.inventory import ShardId, ShardSpec
 
 OWNER = Owner(1, 1, 1)
 HELLO = RankHello(nonce="n", life=0, pid=1, job="job", rank=0, attempt=1, held=(), arena="arena")
@@ -230,3 +234,18 @@ def test_a_rank_that_arrives_is_reported_after_those_of_the_launch_before_it_tha
     host.state.is_alive = lambda owner: owner != OWNER
     host.play(host.join(Link("m", Owner(2, 2, 2)), structs.replace(HELLO, nonce="m", pid=2)))
     assert host.reports == [RankArrived(nonce="n"), RankGone(nonce="n"), RankArrived(nonce="m")]
+
+
+@pytest.mark.parametrize("reader", ["n", "other"])
+def test_a_rank_whose_link_broke_is_asked_again_to_compare_into(reader: str) -> None:
+    """The get waits for its answer; another process has no part in it (R26)."""
+    host, link = Host(), Link()
+    shard, spec = ShardId("job", 1, 2, 0), ShardSpec("d" * 32, 16, 8, 2, 1)
+    order = host.state.reads.newest["job", 0] = Bring(
+        read=7, job="job", shard=WireShard.of(shard), spec=WireSpec.of(spec), chunks=None, attempt=1, holders=(),
+        runs=(), durable=None, reader=reader, use="get",
+    )  # fmt: skip
+    host.state.reads.ready[7] = Ready(order, IncomingReplica(shard, [], [], 1), b"manifest", {})
+    host.play(host.join(link))
+    check = CheckInto(read=7, manifest=b"manifest")
+    assert host.of("send_to_rank") == ([[link, check]] if reader == "n" else [])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memstore.core.wire.orders import PushCopy, ReadShard, Reserve, TermNumber
+from memstore.core.wire.orders import Bring, PushCopy, Reserve, TermNumber
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import JOB
 from memstore.testing.requests import request_of
@@ -17,14 +17,15 @@ def test_what_a_former_controller_ordered_answers_no_read_of_its_successor() -> 
     world.work_s = (6.0, 6.0)
     holder.call(reader, request_of("read_step", {"job": JOB, "step": 1, "rank": 1}))
     world.run(0.5)
-    assert isinstance(holder.orders[-1], ReadShard)
+    assert isinstance(holder.orders[-1], Bring)
     holder.calls.clear()  # the reader of rank 1 is gone
     world.crash_controller(restart_after_s=0.1)
     assert world.run_until(lambda: world.machine is not None and world.machine.is_settled, 5.0)
     world.work_s = (20.0, 20.0)
     holder.call(reader, request_of("read_step", {"job": JOB, "step": 1, "rank": 2}))
     assert world.run_until(lambda: bool(reader.answers.get("read_step")), 60.0)
-    assert reader.answers["read_step"][-1]["shard"][-1] == 2
+    [order] = [order for order in holder.received(Bring) if order.read == reader.answers["read_step"][-1]["read"]]
+    assert order.shard.rank == 2
 
 
 def test_a_read_whose_host_was_replaced_is_forgotten() -> None:
@@ -50,7 +51,7 @@ def test_a_shard_of_another_world_size_comes_without_its_step_being_named() -> N
         world.holders["h3"].orders.clear()
         world.holders["h3"].call(ranks[0], request_of("read_step", {"job": JOB, "step": step, "rank": 2}))
         world.run(2.0)
-        [order] = world.holders["h3"].received(ReadShard)
+        [order] = world.holders["h3"].received(Bring)
         assert order.shard.step == 1
         assert sum(run.count for run in order.runs if run.tier == "peer") == order.spec.chunks_count
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.orders import ReadShard
+from memstore.core.wire.orders import Bring
 from memstore.testing.controller.holder import FakeRank
 from memstore.testing.controller.world import JOB, ControllerWorld
 from memstore.testing.requests import request_of
@@ -78,7 +78,7 @@ def test_a_shared_part_is_read_from_a_writer_without_a_barrier() -> None:
     world.get(ranks)
     world.holders["h3"].call(ranks[3], request_of("read_step", {"job": JOB, "rank": 0, "step": 1, "of_attempt": 1}))
     assert world.run_until(lambda: bool(ranks[3].answers.get("read_step")), 10.0), ranks[3].errors
-    [order] = world.holders["h3"].received(ReadShard)
+    [order] = [order for order in world.holders["h3"].received(Bring) if order.use == "read"]
     assert order.shard == WireShard(JOB, 1, 1, 0)
 
 

@@ -4,30 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from holder_io import ScriptedIo
 from msgspec import structs
 
 from memstore.core.arena.replica_index import IncomingReplica
-from memstore.core.holder.reads import fetch
-from memstore.core.holder.reads.stage import BESIDE_S, LOOK_S, _await_other, begin
-from memstore.core.holder.state import Limits, Reading
+from memstore.core.holder.reads import bring, fetch
+from memstore.core.holder.reads.bring import BESIDE_S, LOOK_S, _await_other, begin
+from memstore.core.holder.state import Fetching, Limits, Ready
 from memstore.core.wire.ids import WireShard, WireSpec
-from memstore.core.wire.orders import DurablePlace, Run, StageShard
+from memstore.core.wire.orders import Bring, DurablePlace, Run
 from memstore.core.wire.peer_messages import ChunksLacking, FetchManifest
+from memstore.core.wire.rank_messages import CheckInto, IntoChecked
+from memstore.core.wire.reports import Brought
 from memstore.errors import IntegrityError, MemstoreError, PeerTimeout, PeerUnreachable
 from recovery.inventory import ShardId, ShardSpec
 
 SHARD = ShardId("job", 1, 2, 0)
 SPEC = ShardSpec("d" * 32, 16, 8, 2, 1)
-ORDER = StageShard(
-    job="job", round=7, rank=0, shard=WireShard.of(SHARD), spec=WireSpec.of(SPEC), attempt=1,
-    holders=("a", "me", "b", "c"), runs=(Run("peer", "a", 0, 2),),
+ORDER = Bring(
+    read=7, job="job", shard=WireShard.of(SHARD), spec=WireSpec.of(SPEC), chunks=None, attempt=1,
+    holders=("a", "me", "b", "c"), runs=(Run("peer", "a", 0, 2),), reader="n", use="get",
     durable=DurablePlace(url="/d", compression=None, key_file=None, bytes_per_s=None),
 )  # fmt: skip
 Answer = Callable[[str, list[int]], list[int] | MemstoreError]
+
+
+@dataclass(eq=False)
+class Link:
+    """A connection of the rank's process."""
+
+    nonce: str = "n"
+    job: str = "job"
+    rank: int = 0
 
 
 @dataclass(eq=False)
@@ -57,9 +68,12 @@ class Host(ScriptedIo):
         return self._brought(peer.host, list(chunks))
 
     async def receive_durable(
-        self, place: Any, replica: IncomingReplica, spec: ShardSpec, chunks: Sequence[int], sizes: Sequence[int]
+        self, place: Any, replica: IncomingReplica, spec: ShardSpec, chunks: Sequence[int]
     ) -> list[int]:
         return self._brought(fetch.DURABLE, list(chunks))
+
+    def abort_incoming(self, name: str, shard: ShardId, *, only: IncomingReplica) -> None:
+        """What was brought is given back."""
 
     def _brought(self, host: str, chunks: list[int]) -> list[int]:
         self.asked.append((host, chunks))
@@ -75,7 +89,7 @@ class Host(ScriptedIo):
         order = structs.replace(ORDER, runs=runs or ORDER.runs, holders=self.holders)
         begin(self.state, order)
         until_s = fetch.deadline_s(self.state)
-        return self.play(fetch.chunks(self, self.state, order, self.replica, [8, 8], until_s))
+        return self.play(fetch.chunks(self, self.state, order, self.replica, until_s))
 
 
 def test_all_that_is_planned_is_asked_of_its_source_at_once() -> None:
@@ -107,6 +121,20 @@ def test_other_copies_are_asked_before_a_silent_source_is_asked_again() -> None:
     assert host.asked[-1][0] == "a"
 
 
+def test_a_source_that_answers_again_is_no_silent_one_any_more() -> None:
+    """It is asked first by the next fetch, at once."""
+    answers: Iterator[list[int] | MemstoreError] = iter([PeerTimeout("no answer"), PeerTimeout("no answer"), [], []])
+    host = Host(lambda source, chunks: next(answers))
+    host.holders = ("a", "me", "b")
+    host.state.reads.unanswered_s["c"] = 0.0
+    assert host.fetch() == ({}, [])
+    assert [source for source, _ in host.asked] == ["a", "b", "a"]
+    host.replica.slots[:] = [None, None]
+    assert host.fetch() == ({}, [])
+    assert host.asked[-1][0] == "a"
+    assert host.state.reads.unanswered_s == {"b": 0.2, "c": 0.0}
+
+
 def test_a_silent_source_without_another_copy_is_asked_again() -> None:
     """Nothing else can bring the chunks."""
     answers: Iterator[list[int] | MemstoreError] = iter([PeerTimeout("no answer"), PeerTimeout("no answer"), []])
@@ -121,7 +149,7 @@ def test_a_manifest_is_asked_last_of_a_source_that_was_silent() -> None:
     assert host.fetch() == ({}, [])
     begin(host.state, ORDER)
     with pytest.raises(PeerUnreachable):
-        host.play(fetch.brought_manifest(host, host.state, ORDER, SHARD, SPEC.digest, 0.0))
+        host.play(fetch.brought_manifest(host, host.state, ORDER, 0.0))
     assert host.manifests == ["b", "c", fetch.DURABLE, "a"]
 
 
@@ -160,7 +188,7 @@ def test_a_fetch_fails_no_sooner_than_a_dead_source_is_known_dead() -> None:
 def test_a_newer_round_of_the_same_rank_makes_an_older_one_give_up() -> None:
     """Its result is not awaited any more, and its threads and slots are needed."""
     host = Host(lambda source, chunks: PeerUnreachable("reset"))
-    host.meanwhile = lambda: begin(host.state, structs.replace(ORDER, round=8))
+    host.meanwhile = lambda: begin(host.state, structs.replace(ORDER, read=8))
     _, problems = host.fetch()
     assert (len(problems), len(host.asked)) == (1, 2)
 
@@ -177,16 +205,41 @@ def arrivals(replica: IncomingReplica, every: int) -> Iterator[None]:
 
 def test_a_read_beside_another_waits_as_long_as_chunks_come() -> None:
     """It takes the place of one for which nothing came for 10 s."""
-    host, other = Host(), Reading()
+    host, other = Host(), Fetching()
     other.replica = host.replica
     looks = arrivals(host.replica, 15)  # 7.5 s
     host.meanwhile = lambda: next(looks)
-    assert host.play(_await_other(host, host.state, other)) is False
+    assert host.play(_await_other(host, other)) is False
     assert host.now == pytest.approx(2 * 7.5 + BESIDE_S, abs=2 * LOOK_S)
 
 
 def test_a_read_beside_another_goes_on_once_that_is_over() -> None:
     """It finds here what the other has brought."""
-    host, other = Host(), Reading(is_over=True)
-    assert host.play(_await_other(host, host.state, other)) is True
+    host, other = Host(), Fetching(is_over=True)
+    assert host.play(_await_other(host, other)) is True
     assert host.now == 0.0
+
+
+@pytest.mark.parametrize("refusal", [None, ("ManifestMismatch", "another shape")])
+def test_what_is_brought_is_reported_once_its_rank_has_compared_into(refusal: tuple[str, str] | None) -> None:
+    """Neither an answer for an older get nor another process's answer is the rank's word (R26)."""
+    host, link, other = Host(), cast(Any, Link()), cast(Any, Link("m"))
+    begin(host.state, ORDER)
+    host.state.reads.ready[7] = Ready(ORDER, host.replica, b"manifest", {})
+    assert host.state.reads.check_of(link) == CheckInto(read=7, manifest=b"manifest")
+    bring.checked(host.state, link, IntoChecked(read=6, refusal=None))
+    bring.checked(host.state, other, IntoChecked(read=7, refusal=None))
+    assert not host.reports
+    for _ in range(2):  # it was asked again on a newer link
+        bring.checked(host.state, link, IntoChecked(read=7, refusal=refusal))
+    assert host.reports == [Brought(read=7, problem=None, bad={}, refusal=refusal)]
+
+
+def test_a_newer_get_takes_the_place_of_an_older_one_that_waits_for_its_rank() -> None:
+    """The rank's late answer says nothing of what is brought now."""
+    host, link = Host(), cast(Any, Link())
+    begin(host.state, ORDER)
+    host.state.reads.ready[7] = Ready(ORDER, host.replica, b"", {})
+    begin(host.state, structs.replace(ORDER, read=8))
+    bring.checked(host.state, link, IntoChecked(read=7, refusal=None))
+    assert (host.reports, host.state.reads.ready) == ([], {})
