@@ -29,7 +29,7 @@ from memstore.core.journal.records import journal_after, whole_order
 from memstore.core.wire.codec import encode, encode_frame
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.ids import Endpoint, WireCopy, WireShard, WireSpec
-from memstore.core.wire.messages import Action, Answer, LeaseRenewed, LogLine, SendOrder
+from memstore.core.wire.messages import Action, AnswerCall, LeaseRenewed, LogLine, SendOrder
 from memstore.core.wire.orders import (
     DropJob,
     Fence,
@@ -43,7 +43,7 @@ from memstore.core.wire.reports import (
     Fenced,
     Heartbeat,
     HolderMessage,
-    Inventory,
+    HostInventory,
     Reserved,
     Sealed,
     decode_holder_message,
@@ -123,9 +123,9 @@ class Fleet:
         """Ranks fill one host after the other."""
         return self.names[rank // RANKS_PER_HOST]
 
-    def up(self, host: SimHost) -> Inventory:
+    def up(self, host: SimHost) -> HostInventory:
         """What a holder's session begins with."""
-        return Inventory(
+        return HostInventory(
             incarnation=host.incarnation,
             endpoints=(Endpoint(f"10.{host.number >> 16}.{host.number >> 8 & 255}.{host.number & 255}", 7000),),
             machine=f"machine-{host.name}", is_explicit=False, labels={"rack": f"rack-{host.number // 32}"},
@@ -198,7 +198,7 @@ class Rig:
         self.fleet = fleet
         self.orders_count = self.received_bytes = 0
         self.ours_s = 0.0  # processor time of the rig itself
-        self.answers: list[Answer] = []
+        self.answers: list[AnswerCall] = []
         self.doubted: list[str] = []  # what was said of hosts that were silent, or seemed to be
         self._orders: list[SendOrder] = []
         self._lock = threading.Lock()
@@ -230,7 +230,7 @@ class Rig:
         with self._lock:
             if isinstance(action, SendOrder):
                 self._orders.append(action)
-            elif isinstance(action, Answer):
+            elif isinstance(action, AnswerCall):
                 self.answers.append(action)
             elif isinstance(action, LogLine) and "no heartbeat" in action.text:
                 self.doubted.append(action.text)

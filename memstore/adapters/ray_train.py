@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from memstore.config import check_limit, check_whole
 from memstore.core.cluster.text import CAUSES
 from memstore.errors import RecoveryError
-from memstore.inplace.meeting import REPEATS, Failures, MeetingServer, Place
+from memstore.inplace.meeting import REPEATS, Failures, MeetingPlace, MeetingServer
 from memstore.inplace.private_names import missing
 from memstore.inplace.ray_actors import SPARE_AFTER_S, warm_torch
 from memstore.inplace.reentry import join_meeting
@@ -565,7 +565,7 @@ def come(
     context, device = ray.train.get_context(), get_device()
     launcher = f"ray-train:{ray.get_runtime_context().get_job_id()}:{context.get_experiment_name()}"
     join_meeting(
-        Place(
+        MeetingPlace(
             address=address, port=port, run=run, rank=own_rank(), life=lives[own_rank()], first=first,
             world_size=context.get_world_size(), launcher=launcher,
             backend=backend or ("nccl" if torch.cuda.is_available() else "gloo"), collective_timeout_s=timeout_s,

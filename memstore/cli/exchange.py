@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from memstore.cli.options import Where, Whole, config_or_usage, step_or_pin, store_options
+from memstore.cli.options import Where, WholeNumber, config_or_usage, step_or_pin, store_options
 from memstore.cli.output import ExitCode, plural, print_json, say, size_text
 from memstore.config import Config
 
@@ -38,8 +38,8 @@ def _format(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
 @click.argument("step", callback=step_or_pin)
 @click.argument("directory", callback=_folder)
 @click.option("--format", "as_format", required=True, callback=_format, metavar="NAME", help="dcp or safetensors.")
-@click.option("--rank", type=Whole(), metavar="R", help="Only what this rank put.")
-@click.option("--attempt", type=Whole(), metavar="N", help="Whose step, where several have one of that number.")
+@click.option("--rank", type=WholeNumber(), metavar="R", help="Only what this rank put.")
+@click.option("--attempt", type=WholeNumber(), metavar="N", help="Whose step, where several have one of that number.")
 @click.option("--prefix", default="", metavar="TEXT", help="safetensors: names that begin with TEXT, without it.")
 @click.option("--with", "module", metavar="MODULE", help="Import a module that calls memstore.register() first.")
 @store_options
@@ -81,7 +81,7 @@ def export(
 @click.command("import", short_help="Make a new job out of a DCP directory.")
 @click.argument("job")
 @click.argument("directory", type=click.Path(path_type=Path, exists=True, file_okay=False))
-@click.option("--step", type=Whole(), metavar="N", help="Its number.  [default: as exported, else 0]")
+@click.option("--step", type=WholeNumber(), metavar="N", help="Its number.  [default: as exported, else 0]")
 @click.option("--replicas", type=int, metavar="N", help="Copies of each shard.  [default: the store's]")
 @click.option("--durable", metavar="DIR", help="Durable storage of the job; waits until the step is there.")
 @store_options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from memstore.cli.options import ASK_S, Where, Whole, step_or_latest, where_options
+from memstore.cli.options import ASK_S, Where, WholeNumber, step_or_latest, where_options
 from memstore.cli.output import ExitCode, plural, print_json, say
 from memstore.core.durable.checks import CHECK_DEADLINE_S
 from memstore.core.durable.persist import WITHIN_MAX_S
@@ -14,7 +14,10 @@ from memstore.errors import CapacityError
 
 CLAIM_S = 60.0  # every host claims room, and may have to grow its arena
 ATTEMPT = click.option(
-    "--attempt", type=Whole(), metavar="N", help="The attempt that put it, where several have a step of that number."
+    "--attempt",
+    type=WholeNumber(),
+    metavar="N",
+    help="The attempt that put it, where several have a step of that number.",
 )
 
 

@@ -102,7 +102,7 @@ class Where:
         return shown_in(self.config, job, names, "of the Ray cluster", f" --address {self.address}")
 
 
-class Whole(click.ParamType):  # type: ignore[type-arg]  # older click has no argument there
+class WholeNumber(click.ParamType):  # type: ignore[type-arg]  # older click has no argument there
     """The type of an option that is a step, a rank or an attempt, checked as the library does."""
 
     name = "integer"

@@ -18,9 +18,9 @@ from msgspec.structs import replace
 
 from memstore.client.restore import OpenShard
 from memstore.core.format.manifest import LAYOUT_BYTES_MAX, Manifest
-from memstore.core.format.shared_layout import Part, SharedShardLayout, extents_in
+from memstore.core.format.shared_layout import ShardPart, SharedShardLayout, extents_in
 from memstore.core.wire.calls import Get, ReadStep, ReportDiffering
-from memstore.core.wire.rank_messages import ReplicasDiffer
+from memstore.core.wire.rank_messages import ShardDiffers
 from memstore.core.wire.replies import Joined, ShardPlaced, StepAgreed
 from memstore.errors import ManifestMismatch, MemstoreError, RecoveryError, UnsupportedState
 from memstore.shell.codec.decode import check_into
@@ -92,8 +92,8 @@ class SharedShard:
         start = count * chunk_bytes
         layout = SharedShardLayout(
             self.shard, self.shards, self.writers, self.writers_by_shard,
-            Part(shared.layout, 0, shared.nbytes) if shared is not None else None,
-            Part(mine.layout, count, mine.nbytes),
+            ShardPart(shared.layout, 0, shared.nbytes) if shared is not None else None,
+            ShardPart(mine.layout, count, mine.nbytes),
         ).encode(start + mine.nbytes)  # fmt: skip
         if len(layout) > LAYOUT_BYTES_MAX:
             raise UnsupportedState(
@@ -152,7 +152,7 @@ class SharedShard:
 
     # -- writers that differ ----------------------------------------------------------------------
 
-    def name_differing(self, link: HolderLink, event: ReplicasDiffer, wait: Callable[[int], object]) -> None:
+    def name_differing(self, link: HolderLink, event: ShardDiffers, wait: Callable[[int], object]) -> None:
         """Look, in a thread of its own, which tensors two writers put differently, and tell the controller.
 
         Args:
@@ -163,7 +163,7 @@ class SharedShard:
             target=self._name_differing, args=(link, event, wait), name="memstore-differing", daemon=True
         ).start()
 
-    def _name_differing(self, link: HolderLink, event: ReplicasDiffer, wait: Callable[[int], object]) -> None:
+    def _name_differing(self, link: HolderLink, event: ShardDiffers, wait: Callable[[int], object]) -> None:
         step, other_rank, names = event.step, event.other_rank, list[str]()
         try:
             if event.count:
@@ -181,7 +181,7 @@ class SharedShard:
         except MemstoreError as error:
             log.warning("memstore %s: step %d: that ranks differ could not be reported: %s", link.job, step, error)
 
-    def _differing_names(self, link: HolderLink, event: ReplicasDiffer) -> list[str]:
+    def _differing_names(self, link: HolderLink, event: ShardDiffers) -> list[str]:
         ranges = ShardRanges(link, link.job, NAMING_S)
         chunks = list(event.chunks[:COMPARED_CHUNKS_MAX])
         with contextlib.ExitStack() as stack:
@@ -288,7 +288,7 @@ def load_shared_shard(
         return _load(source, shared, into), rank_state
 
 
-def shared_part(staged: OpenShard, shard: int, shards: int) -> Part:
+def shared_part(staged: OpenShard, shard: int, shards: int) -> ShardPart:
     """Return where the shared state of a writer's shard lies. RecoveryError if it has none of that shard."""
     found = SharedShardLayout.decode(staged.manifest)
     if found is None or found.shared is None or (found.shard, found.shards) != (shard, shards):
@@ -297,11 +297,11 @@ def shared_part(staged: OpenShard, shard: int, shards: int) -> Part:
     return found.shared
 
 
-def _check(part: Part, into: Any, name: str = "state") -> None:
+def _check(part: ShardPart, into: Any, name: str = "state") -> None:
     """Raise ManifestMismatch before anything is written."""
     if into is not None:
         check_into(part.layout, into, name)
 
 
-def _load(staged: OpenShard, part: Part, into: Any, name: str = "state") -> Any:
+def _load(staged: OpenShard, part: ShardPart, into: Any, name: str = "state") -> Any:
     return staged.build(part.layout, into, offset=part.first_chunk * staged.manifest.chunk_bytes, name=name)

@@ -30,7 +30,7 @@ from memstore.core.wire.orders import StepLevel
 from memstore.core.wire.rank_messages import (
     CheckInto,
     HolderEvent,
-    ReplicasDiffer,
+    ShardDiffers,
     SlotsLeased,
 )
 from memstore.core.wire.replies import Joined, ShardPlaced, StepAgreed
@@ -211,7 +211,7 @@ class Store(PinVerbs):
                 self._whole_get.check(event)
             case SlotsLeased():
                 self.puts.room.on_slots()
-            case ReplicasDiffer() if self.shared_shard is not None and event.attempt == self.attempt:
+            case ShardDiffers() if self.shared_shard is not None and event.attempt == self.attempt:
                 self.shared_shard.name_differing(self._link, event, self.puts.steps.wait_committed)
 
     # -- get ----------------------------------------------------------------------------------

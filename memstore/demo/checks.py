@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from memstore.demo.records import Run
+from memstore.demo.records import RunRecord
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Kill:
 
 
 @dataclass(frozen=True)
-class Check:
+class DemoCheck:
     """One claim, whether it holds, and the values behind that."""
 
     name: str
@@ -35,7 +35,7 @@ KEPT = "processes-kept"
 NEED_RESTORE = (RESUMED, NOTHING_REDONE, FROM_PEER)
 
 
-def check_all(run: Run, undisturbed: Run, kill: Kill, steps_count: int) -> list[Check]:
+def check_all(run: RunRecord, undisturbed: RunRecord, kill: Kill, steps_count: int) -> list[DemoCheck]:
     """Return every check of a run that lost a host, and whose ranks were all started again."""
     return [
         _check_resumed(run, kill),
@@ -45,7 +45,7 @@ def check_all(run: Run, undisturbed: Run, kill: Kill, steps_count: int) -> list[
     ]
 
 
-def check_in_place(run: Run, undisturbed: Run, kill: Kill, steps_count: int) -> list[Check]:
+def check_in_place(run: RunRecord, undisturbed: RunRecord, kill: Kill, steps_count: int) -> list[DemoCheck]:
     """Return every check of a run that lost a host, and of which only the lost rank was started again.
 
     The new process may be on the host that has the copy: then no byte crosses the wire.
@@ -58,12 +58,12 @@ def check_in_place(run: Run, undisturbed: Run, kill: Kill, steps_count: int) -> 
     ]
 
 
-def killed_attempt(run: Run, kill: Kill) -> int:
+def killed_attempt(run: RunRecord, kill: Kill) -> int:
     """Return the attempt that was training when the host died."""
     return max((j.attempt for j in run.joined if j.wall_s <= kill.wall_s), default=0)
 
 
-def committed_step(run: Run, kill: Kill) -> int:
+def committed_step(run: RunRecord, kill: Kill) -> int:
     """Return the newest committed step at the kill.
 
     That is the newest one in the store's status, in a rank's tickets or in the restore. The restore counts because a
@@ -75,32 +75,32 @@ def committed_step(run: Run, kill: Kill) -> int:
     return max([kill.committed, *announced, *(step for _, step in restored[:1])])
 
 
-def steps_redone(run: Run) -> list[int]:
+def steps_redone(run: RunRecord) -> list[int]:
     """Return the steps that more than one attempt ran to their end."""
     runs = Counter(step for _, step in {(s.attempt, s.step) for s in run.steps})
     return sorted(step for step, count in runs.items() if count > 1)
 
 
-def _check_resumed(run: Run, kill: Kill) -> Check:
+def _check_resumed(run: RunRecord, kill: Kill) -> DemoCheck:
     """Check that the first step after the kill is the newest committed step + 1."""
     committed, killed = committed_step(run, kill), killed_attempt(run, kill)
     later = min(((s.attempt, s.step) for s in run.steps if s.attempt > killed), default=None)
     if later is None:
-        return Check(RESUMED, False, f"no step ran after the kill; step {committed} was committed")
-    return Check(
+        return DemoCheck(RESUMED, False, f"no step ran after the kill; step {committed} was committed")
+    return DemoCheck(
         RESUMED, later[1] == committed + 1, f"first step after the kill {later[1]}, newest committed {committed}"
     )
 
 
-def _check_nothing_redone(run: Run, kill: Kill) -> Check:
+def _check_nothing_redone(run: RunRecord, kill: Kill) -> DemoCheck:
     """Check that no committed step ran twice; a step that was not committed at the kill may, and is counted."""
     committed, redone = committed_step(run, kill), steps_redone(run)
     bad = [step for step in redone if step <= committed]
     detail = f"{len(redone)} steps ran twice, {len(bad)} of them committed before the kill"
-    return Check(NOTHING_REDONE, not bad, detail)
+    return DemoCheck(NOTHING_REDONE, not bad, detail)
 
 
-def _check_from_peer(run: Run, kill: Kill) -> Check:
+def _check_from_peer(run: RunRecord, kill: Kill) -> DemoCheck:
     """Check that the ranks of the killed host got bytes from a peer's memory, and none from durable storage."""
     killed = killed_attempt(run, kill)
     ranks = sorted({j.rank for j in run.joined if j.attempt == killed and j.host == kill.host})
@@ -109,10 +109,10 @@ def _check_from_peer(run: Run, kill: Kill) -> Check:
     moved = {rank for r in restored for rank in r.ranks_moved}
     is_ok = bool(ranks) and set(ranks) <= moved and nbytes["peer"] > 0 and nbytes["durable"] == 0
     detail = f"ranks of {kill.host}: {ranks}, ranks restored over the wire: {sorted(moved)}, {nbytes['peer']:,} bytes"
-    return Check(FROM_PEER, is_ok, detail)
+    return DemoCheck(FROM_PEER, is_ok, detail)
 
 
-def check_kept(run: Run, kill: Kill) -> Check:
+def check_kept(run: RunRecord, kill: Kill) -> DemoCheck:
     """Check that every rank that was not on the killed host went on in its process, and that the others did not."""
     killed = killed_attempt(run, kill)
     before = {j.rank: j for j in run.joined if j.attempt == killed}
@@ -122,10 +122,10 @@ def check_kept(run: Run, kill: Kill) -> Check:
     others = sorted(before.keys() - lost)
     is_ok = bool(lost) and kept == others and set(after) == set(before)
     pids = ", ".join(f"rank {rank}: {before[rank].pid} and {after.get(rank, 'none')}" for rank in sorted(before))
-    return Check(KEPT, is_ok, f"{len(kept)} of {len(others)} survivors kept their process ({pids})")
+    return DemoCheck(KEPT, is_ok, f"{len(kept)} of {len(others)} survivors kept their process ({pids})")
 
 
-def _check_same_losses(run: Run, undisturbed: Run, steps_count: int) -> Check:
+def _check_same_losses(run: RunRecord, undisturbed: RunRecord, steps_count: int) -> DemoCheck:
     """Check that every loss of every rank and attempt equals the uninterrupted run's, and that none is missing."""
     expected = undisturbed.losses()
     missing = sorted(set(range(steps_count)) - (run.losses().keys() & expected.keys()))
@@ -133,4 +133,4 @@ def _check_same_losses(run: Run, undisturbed: Run, steps_count: int) -> Check:
     detail = f"{steps_count - len(missing) - len(other)} of {steps_count} values equal, bit for bit"
     if missing or other:
         detail += f"; missing {missing[:5]}, other {other[:5]}"
-    return Check(SAME_LOSSES, not missing and not other, detail)
+    return DemoCheck(SAME_LOSSES, not missing and not other, detail)

@@ -47,11 +47,11 @@ def demo(
             f"the demo needs Ray Train and matplotlib ({exc}): pip install 'ray[train]' matplotlib"
         ) from exc
     from memstore.demo.report import as_dict, draw, table
-    from memstore.demo.run import Options, run_demo
+    from memstore.demo.run import DemoOptions, run_demo
 
     kill_after = steps * 7 // 16 if kill_after is None else kill_after
     with tempfile.TemporaryDirectory(prefix="memstore-demo-") as folder, quiet():
-        options = Options(
+        options = DemoOptions(
             Path(folder), steps=steps, kill_after=kill_after, is_restoring=not no_restore,
             has_in_place=not no_in_place, has_control=not no_control,
         )  # fmt: skip

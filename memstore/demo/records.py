@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 
-class Joined(msgspec.Struct, frozen=True, tag="joined", tag_field="kind"):
+class JoinedRecord(msgspec.Struct, frozen=True, tag="joined", tag_field="kind"):
     """The record of a rank that entered its training function and joined the job."""
 
     attempt: int
@@ -25,7 +25,7 @@ class Joined(msgspec.Struct, frozen=True, tag="joined", tag_field="kind"):
     wall_s: float
 
 
-class Restored(msgspec.Struct, frozen=True, tag="restored", tag_field="kind"):
+class RestoredRecord(msgspec.Struct, frozen=True, tag="restored", tag_field="kind"):
     """The result of one rank's get(); `bytes_by_tier` and `ranks_moved` belong to the whole job."""
 
     attempt: int
@@ -53,15 +53,15 @@ class StepRun(msgspec.Struct, frozen=True, tag="step", tag_field="kind"):
     wall_s: float
 
 
-Record = Joined | Restored | StepRun
+Record = JoinedRecord | RestoredRecord | StepRun
 _DECODER: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
 
-class Run(msgspec.Struct, frozen=True):
+class RunRecord(msgspec.Struct, frozen=True):
     """The records of all ranks of one training run."""
 
-    joined: list[Joined] = []
-    restored: list[Restored] = []
+    joined: list[JoinedRecord] = []
+    restored: list[RestoredRecord] = []
     steps: list[StepRun] = []
 
     def losses(self) -> dict[int, str]:
@@ -75,7 +75,7 @@ def write(folder: str | Path, record: Record) -> None:
         file.write(msgspec.json.encode(record) + b"\n")
 
 
-def read_run(folder: str | Path) -> Run:
+def read_run(folder: str | Path) -> RunRecord:
     """Return the records of a folder's journals, without lines that a kill has cut short."""
     lines = [line for path in Path(folder).glob("*.jsonl") for line in path.read_bytes().splitlines(keepends=True)]
     records = [_DECODER.decode(line) for line in lines if line.endswith(b"\n")]
@@ -84,4 +84,4 @@ def read_run(folder: str | Path) -> Run:
     def of(kind: type[Any]) -> list[Any]:
         return [record for record in records if isinstance(record, kind)]
 
-    return Run(of(Joined), of(Restored), of(StepRun))
+    return RunRecord(of(JoinedRecord), of(RestoredRecord), of(StepRun))

@@ -8,8 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from memstore.demo.checks import Check, committed_step, killed_attempt, steps_redone
-from memstore.demo.run import LostHostRun, Outcome
+from memstore.demo.checks import DemoCheck, committed_step, killed_attempt, steps_redone
+from memstore.demo.run import DemoOutcome, LostHostRun
 from memstore.demo.watcher import restore_seconds, tiers_text
 
 DISK_EVERY = 50  # steps between checkpoints to disk, to compare with
@@ -43,7 +43,7 @@ def _text(value: float | None, digits: int = 1) -> str:
     return "-" if value is None else f"{value:.{digits}f} s"
 
 
-def table(outcome: Outcome, plot: str) -> str:
+def table(outcome: DemoOutcome, plot: str) -> str:
     """Return the table that `make demo` prints."""
     lost = outcome.disturbed
     run, took = lost.run, seconds(lost)
@@ -80,11 +80,11 @@ def _in_place_text(ordinary_s: float | None, took: dict[str, float | None]) -> s
     return f"{_text(lost_s)}{ratio}; all ranks in their function again after {_text(took['restart'])}"
 
 
-def _check_line(check: Check) -> str:
+def _check_line(check: DemoCheck) -> str:
     return f"    {'ok  ' if check.is_ok else 'FAIL'}  {check.name:<16}{check.detail}"
 
 
-def verdict(outcome: Outcome) -> str:
+def verdict(outcome: DemoOutcome) -> str:
     """Return one line with the verdict: PASS, or FAIL with the failed checks."""
     runs = [run for run in (outcome.disturbed, outcome.in_place) if run is not None]
     failed = [check.name for run in runs for check in run.checks if not check.is_ok]
@@ -97,7 +97,7 @@ def verdict(outcome: Outcome) -> str:
     return f"PASS  a host died with its memory; training went on from a peer's RAM, bit for bit{proof}"
 
 
-def as_dict(outcome: Outcome, plot: str) -> dict[str, Any]:
+def as_dict(outcome: DemoOutcome, plot: str) -> dict[str, Any]:
     """Return the object that `memstore demo --json` prints."""
     return {
         "ok": outcome.is_ok, "steps": outcome.options.steps, "restore": outcome.options.is_restoring,
@@ -119,7 +119,7 @@ def _run_dict(lost: LostHostRun) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def draw(outcome: Outcome, path: Path) -> None:
+def draw(outcome: DemoOutcome, path: Path) -> None:
     """Write the plot: the losses with and without the kill by step, and those of the run with the kill by time.
 
     Raises:

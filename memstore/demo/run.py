@@ -15,10 +15,10 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from memstore.adapters.ray_train import InPlaceTorchConfig
 from memstore.config import MIB
-from memstore.demo.checks import NEED_RESTORE, Check, Kill, check_all, check_in_place, check_kept
-from memstore.demo.records import Run, read_run
+from memstore.demo.checks import NEED_RESTORE, DemoCheck, Kill, check_all, check_in_place, check_kept
+from memstore.demo.records import RunRecord, read_run
 from memstore.demo.training import ModelSize, Settings, parameters_count, train
-from memstore.demo.watcher import PrintLine, Watcher
+from memstore.demo.watcher import DemoWatcher, PrintLine
 from memstore.drills.sites.site import EmbeddedSite
 from memstore.drills.sites.site_options import embedded_site
 from memstore.errors import ConfigError, MemstoreError
@@ -29,7 +29,7 @@ REPAIR_AFTER_S = 180.0
 
 
 @dataclass(frozen=True)
-class Options:
+class DemoOptions:
     """The length of the training and the moment of the kill; the defaults are those of `make demo`."""
 
     folder: Path  # for the journals and Ray Train's own files
@@ -54,20 +54,20 @@ class Options:
 class LostHostRun:
     """A training run that lost a host, with the checks of the claims about it."""
 
-    run: Run
+    run: RunRecord
     kill: Kill
-    checks: list[Check]
+    checks: list[DemoCheck]
     detect_s: float | None
     detect_why: str
     done: str  # what was killed and destroyed
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DemoOutcome:
     """The result of all runs, for the report."""
 
-    options: Options
-    undisturbed: Run
+    options: DemoOptions
+    undisturbed: RunRecord
     disturbed: LostHostRun
     in_place: LostHostRun | None
     control: LostHostRun | None
@@ -116,12 +116,12 @@ def choose_hosts(targets: Mapping[str, Sequence[str]]) -> HostChoice:
 class Demo:
     """The training runs of the demo on one cluster."""
 
-    def __init__(self, site: EmbeddedSite, options: Options, print_line: PrintLine) -> None:
+    def __init__(self, site: EmbeddedSite, options: DemoOptions, print_line: PrintLine) -> None:
         self.site, self.options, self.print_line = site, options, print_line
 
     def lose_host(
-        self, job: str, choice: HostChoice, undisturbed: Run, *, steps: int, kill_after: int, is_restoring: bool = True,
-        is_in_place: bool = False,
+        self, job: str, choice: HostChoice, undisturbed: RunRecord, *, steps: int, kill_after: int,
+        is_restoring: bool = True, is_in_place: bool = False,
     ) -> LostHostRun:  # fmt: skip
         """Train, and lose the victim on the way; return the run with its checks."""
         watcher = self.watcher(job, steps, choice.victim, kill_after)
@@ -131,14 +131,14 @@ class Demo:
         checks = (check_in_place if is_in_place else check_all)(run, undisturbed, watcher.kill, steps)
         return LostHostRun(run, watcher.kill, checks, watcher.detect_s, watcher.detect_why, watcher.done)
 
-    def watcher(self, job: str, steps: int, victim: str = "", kill_after: int = -1) -> Watcher:
+    def watcher(self, job: str, steps: int, victim: str = "", kill_after: int = -1) -> DemoWatcher:
         """Return the watcher of a run that is yet to start."""
-        return Watcher(self.site, job, self.options.folder / job, steps, self.print_line, victim, kill_after)
+        return DemoWatcher(self.site, job, self.options.folder / job, steps, self.print_line, victim, kill_after)
 
     def fit(
-        self, watcher: Watcher, choice: HostChoice | None = None, *, is_restoring: bool = True,
+        self, watcher: DemoWatcher, choice: HostChoice | None = None, *, is_restoring: bool = True,
         is_in_place: bool = False,
-    ) -> Run:  # fmt: skip
+    ) -> RunRecord:  # fmt: skip
         """Train one job under Ray Train to its end, with restarts; return the records of its ranks."""
         job, journal, options = watcher.job, watcher.journal, self.options
         journal.mkdir(parents=True)
@@ -167,11 +167,11 @@ class Demo:
         return read_run(journal)
 
 
-def run_demo(options: Options, print_line: PrintLine) -> Outcome:
+def run_demo(options: DemoOptions, print_line: PrintLine) -> DemoOutcome:
     """Run everything and return the outcome; `print_line` gets each line as it happens.
 
     Raises:
-        MemstoreError: the demo itself did not work; a failed check is no error, but in `Outcome.is_ok`.
+        MemstoreError: the demo itself did not work; a failed check is no error, but in `DemoOutcome.is_ok`.
     """
     started_s = time.monotonic()
     print_line(
@@ -203,4 +203,4 @@ def run_demo(options: Options, print_line: PrintLine) -> Outcome:
             site.heal()
             control = demo.lose_host("control", choice, undisturbed, steps=options.control_steps,
                                      kill_after=options.control_kill_after, is_restoring=False)  # fmt: skip
-    return Outcome(options, undisturbed, disturbed, in_place, control, time.monotonic() - started_s)
+    return DemoOutcome(options, undisturbed, disturbed, in_place, control, time.monotonic() - started_s)

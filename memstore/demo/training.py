@@ -19,7 +19,7 @@ from torch.nn import functional
 import memstore
 from memstore.client.ticket import Ticket
 from memstore.config import Config
-from memstore.demo.records import Joined, Restored, StepRun, write
+from memstore.demo.records import JoinedRecord, RestoredRecord, StepRun, write
 from memstore.inplace import reentrant
 from memstore.shell.host.identity import current_node_labels
 
@@ -42,7 +42,7 @@ def library_text(limit_bytes: int) -> bytes:
     raise FileNotFoundError(f"{len(text)} bytes of Python source in {folder}: the demo trains on {limit_bytes}")
 
 
-class Batches:
+class SyntheticBatches:
     """Random windows of a text. They depend on (seed, step, rank) alone; so a repeated step gets the same bytes."""
 
     def __init__(self, text: bytes, *, seed: int, batch_size: int, context: int) -> None:
@@ -138,18 +138,18 @@ def train(settings: dict[str, Any]) -> None:
     model = sharded_model(s.size, seed=s.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=s.learning_rate)
     state = {"model": model, "optim": optimizer}
-    batches = Batches(library_text(TEXT_BYTES), seed=s.seed, batch_size=s.batch_size, context=s.size.context)
+    batches = SyntheticBatches(library_text(TEXT_BYTES), seed=s.seed, batch_size=s.batch_size, context=s.size.context)
     tickets: list[Ticket] = []
     started_s = time.perf_counter()
     with memstore.connect(s.job, config=s.config, fresh=not s.is_restoring) as store:
         host = (current_node_labels() or {}).get("host", "")
         took_s = time.perf_counter() - started_s
-        write(s.journal, Joined(store.attempt, rank, host, os.getpid(), entered_s, took_s, time.time()))
+        write(s.journal, JoinedRecord(store.attempt, rank, host, os.getpid(), entered_s, took_s, time.time()))
         started_s = time.perf_counter()
         got = store.get(into=state) if s.is_restoring else None
         if got is not None:
             took_s = time.perf_counter() - started_s
-            write(s.journal, Restored(
+            write(s.journal, RestoredRecord(
                 store.attempt, rank, got.step, got.nbytes, got.source, got.steps_lost, got.ranks_moved,
                 got.bytes_by_tier, got.seconds_by_phase, took_s, time.time(),
             ))  # fmt: skip

@@ -11,7 +11,7 @@ from pathlib import Path
 from memstore.cli.output import size_text
 from memstore.core.wire.status_rows import AttemptStatus, HostRow
 from memstore.demo.checks import Kill
-from memstore.demo.records import Run, read_run
+from memstore.demo.records import RunRecord, read_run
 from memstore.drills.sites.site import EmbeddedSite
 from memstore.errors import MemstoreError
 from memstore.testing.faults.kept_up import KeptUp
@@ -21,7 +21,7 @@ LINES_PER_RUN = 4  # of progress
 PrintLine = Callable[[str], None]
 
 
-class Watcher(KeptUp):
+class DemoWatcher(KeptUp):
     """The thread of one training run; it kills `victim`, if there is one, when step `kill_after` is committed."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Watcher(KeptUp):
             )
 
 
-def restore_seconds(run: Run) -> float:
+def restore_seconds(run: RunRecord) -> float:
     """Return the seconds from the plan until the last rank had loaded its state, by the results of get()."""
     return sum(max((r.seconds_by_phase.get(p, 0.0) for r in run.restored), default=0.0) for p in ("transfer", "load"))
 

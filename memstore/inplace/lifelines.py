@@ -57,18 +57,18 @@ WORDS = {GONE: End.GONE, FROZEN: End.FROZEN}  # a watchdog's last
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class LifelineHello:
     """The line that a watchdog begins with."""
 
     run: str
     process: Process
 
 
-def parse_hello(line: bytes) -> Hello | None:
+def parse_hello(line: bytes) -> LifelineHello | None:
     """Read a watchdog's first line; None if it is no watchdog's."""
     match line.removesuffix(b"\n").split(b" "):
         case [run, rank, life] if line.endswith(b"\n") and run.isalnum() and rank.isdigit() and life.isdigit():
-            return Hello(run.decode("ascii", "replace"), (int(rank), int(life)))
+            return LifelineHello(run.decode("ascii", "replace"), (int(rank), int(life)))
     return None
 
 

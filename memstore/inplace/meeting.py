@@ -23,7 +23,7 @@ from memstore.core.wire.calls import RankLoss
 from memstore.inplace import membership
 from memstore.inplace.gloo_sockets import open_sockets, probe_new
 from memstore.inplace.lifelines import UNWATCHED_S, End, Lifelines, Process
-from memstore.inplace.membership import NONE, Closing, Coming, Inquiry, Membership
+from memstore.inplace.membership import NONE, Closing, Coming, Inquiry, RankMembership
 
 # -- failures -----------------------------------------------------------------------------------------
 # The same failure of the training function again and again: a bug, which no restart repairs. Pure.
@@ -88,7 +88,7 @@ SILENT_S = 30.0  # after which a host that does not answer is gone; a store whos
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class MeetingPlace:
     """What a rank needs to find the others, and how it calls itself."""
 
     address: str
@@ -154,7 +154,7 @@ class MeetingServer:
         self._losses: list[RankLoss] = []
         self._failures = 0  # numbers that were looked at
         self._unread: set[int] = set()  # of failures whose rank ended between its number and its text, or is about to
-        self._members = Membership(StoreBoard(lambda: self._store), world_size)
+        self._members = RankMembership(StoreBoard(lambda: self._store), world_size)
 
     def close(self) -> None:
         """End the store: ranks that still wait for one another get an error."""
@@ -238,7 +238,7 @@ class MeetingServer:
         return lost
 
 
-def connect(place: Place) -> dist.Store:
+def connect(place: MeetingPlace) -> dist.Store:
     """Return a connection to the meeting's store."""
     before = open_sockets()
     store = dist.TCPStore(
@@ -251,7 +251,7 @@ def connect(place: Place) -> dist.Store:
 class Meeting:
     """A rank's way to the others; each thread has one of its own."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: MeetingPlace) -> None:
         self.place = place
         self.board = StoreBoard(lambda: connect(place))
 

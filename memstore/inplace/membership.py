@@ -49,7 +49,7 @@ class Board(Protocol):
         """Add to a count, which begins at 0; return what it is then."""
 
 
-class Membership:
+class RankMembership:
     """The server's side: the one that replaces processes."""
 
     def __init__(self, board: Board, world_size: int) -> None:

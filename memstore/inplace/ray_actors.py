@@ -16,7 +16,7 @@ from memstore.config import check_limit, check_whole
 from memstore.core.cluster.text import CAUSES
 from memstore.errors import RecoveryError
 from memstore.inplace.lifelines import Process
-from memstore.inplace.meeting import MeetingServer, Place
+from memstore.inplace.meeting import MeetingPlace, MeetingServer
 from memstore.inplace.reentry import join_meeting, reentrant
 
 log = logging.getLogger("memstore")
@@ -67,15 +67,15 @@ class InPlaceGroup:
                 not started within `meet_s`.
             RayTaskError: The function raised on some rank, with that rank's traceback; all ranks are ended.
         """
-        run = _Run(self, function, args)
+        run = _ActorRun(self, function, args)
         try:
             return run.to_the_end()
         finally:
             run.close()
 
-    def place(self, server: MeetingServer, rank: int, *, is_spare: bool) -> Place:
+    def place(self, server: MeetingServer, rank: int, *, is_spare: bool) -> MeetingPlace:
         """Return what a new process of a rank needs to find the others."""
-        return Place(
+        return MeetingPlace(
             address=ray.util.get_node_ip_address(), port=server.port, run=server.run, rank=rank,
             life=server.register(rank, is_spare=is_spare), first=server.generation + 1, world_size=self.world_size,
             launcher=f"ray-job:{ray.get_runtime_context().get_job_id()}", backend=self._backend,
@@ -96,7 +96,7 @@ class InPlaceGroup:
         return ray.remote(**self._options)(_Member).remote()
 
 
-class _Run:
+class _ActorRun:
     """One run of a function on a group: its actors, and the meeting that they share."""
 
     def __init__(self, group: InPlaceGroup, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -234,7 +234,7 @@ class _Member:
     def answer(self) -> None:
         """Show that this process is there."""
 
-    def run(self, place: Place, function: list[Any], args: tuple[Any, ...]) -> Any:
+    def run(self, place: MeetingPlace, function: list[Any], args: tuple[Any, ...]) -> Any:
         """Call the function as this rank, in every generation."""
         join_meeting(place)
         return reentrant(ray.get(function[0]))(*args)

@@ -35,7 +35,7 @@ from memstore.core.wire.calls import InPlace, RankLoss
 from memstore.errors import ConfigError
 from memstore.inplace import watcher
 from memstore.inplace.gloo_sockets import GlooSockets
-from memstore.inplace.meeting import LOOK_S, Meeting, Place, connect, failure_of
+from memstore.inplace.meeting import LOOK_S, Meeting, MeetingPlace, connect, failure_of
 from memstore.inplace.membership import NONE
 from memstore.inplace.settings import ProcessSettings
 from memstore.inplace.watcher import Watcher
@@ -189,11 +189,11 @@ R = TypeVar("R")
 log = logging.getLogger("memstore")
 TIMED_OUT_S = 1.0  # by which a wait may look shorter than it was
 VERDICT_S = 12.0  # a process that ended with its watchdog is known to be lost after 10 s
-_place: Place | None = None
-_used: Place | None = None
+_place: MeetingPlace | None = None
+_used: MeetingPlace | None = None
 
 
-def join_meeting(place: Place | None) -> None:
+def join_meeting(place: MeetingPlace | None) -> None:
     """Say where this process meets the other ranks; a reentrant function that is called afterwards goes there."""
     global _place
     _place = place
@@ -252,7 +252,7 @@ class Outcome(Enum):
 class _Reentry:
     """Runs a function once in each generation, until it returns."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: MeetingPlace) -> None:
         self.place, self.meeting, self.sockets = place, Meeting(place), GlooSockets()
         self.kept: dict[str, Any] = {}
         self.watcher = Watcher(self.meeting, self._free)

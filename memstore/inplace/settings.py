@@ -91,9 +91,9 @@ class BuiltSettings:
             modules: All modules, with those inside of others.
             followers: Optimizers, schedules, scalers.
         """
-        self._held: list[_Held] = [_HeldModule(module) for module in modules]
+        self._held: list[_HeldSetting] = [_HeldModule(module) for module in modules]
         self._held += [
-            _HeldOptimizer(one) if isinstance(one, torch.optim.Optimizer) else _Held(one) for one in followers
+            _HeldOptimizer(one) if isinstance(one, torch.optim.Optimizer) else _HeldSetting(one) for one in followers
         ]
 
     def put_back(self) -> None:
@@ -102,7 +102,7 @@ class BuiltSettings:
             held.put_back()
 
 
-class _Held:
+class _HeldSetting:
     """Numbers, switches and hooks among the attributes of an object, which it does not keep alive."""
 
     def __init__(self, owner: Any) -> None:
@@ -120,7 +120,7 @@ class _Held:
             getattr(owner, "_per_optimizer_states", {}).clear()  # else unscale_() is refused until the next update()
 
 
-class _HeldModule(_Held):
+class _HeldModule(_HeldSetting):
     """The same of a module, with its mode, what its parameters require, and the switches of FSDP2."""
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -149,7 +149,7 @@ class _HeldModule(_Held):
             _set(vars(one), switches)
 
 
-class _HeldOptimizer(_Held):
+class _HeldOptimizer(_HeldSetting):
     """The same of an optimizer, with its groups; a group that was added meanwhile is taken out."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

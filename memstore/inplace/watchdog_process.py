@@ -11,7 +11,7 @@ import sys
 import threading
 
 from memstore.inplace import watchdog
-from memstore.inplace.meeting import Place
+from memstore.inplace.meeting import MeetingPlace
 
 log = logging.getLogger("memstore")
 MAX_STARTS = 5
@@ -22,7 +22,7 @@ CLOSE_S = 5.0  # longest wait for a watchdog to end
 class WatchdogProcess:
     """The watchdog of this process, and the thread that beats: it waits for nothing and no other process."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: MeetingPlace) -> None:
         self._place = place
         self._starts_left = MAX_STARTS
         self._process: subprocess.Popen[bytes] | None = None

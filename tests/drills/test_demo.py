@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from memstore.config import ConfigError
 from memstore.demo.cli import TRAIN_ENVIRONMENT, demo
-from memstore.demo.training import Batches, ModelSize, library_text, parameters_count
+from memstore.demo.training import ModelSize, SyntheticBatches, library_text, parameters_count
 from memstore.drills.sites.site_options import RAY_ENVIRONMENT
 
 
@@ -22,11 +22,15 @@ def test_text_is_real_and_the_same_for_a_step() -> None:
     assert len(text) == 100_000
     assert b"import" in text
     assert max(text) < 128
-    batches = Batches(text, seed=1, batch_size=2, context=16)
+    batches = SyntheticBatches(text, seed=1, batch_size=2, context=16)
     characters, target = batches.draw(3, 1)
     assert torch.equal(characters[:, 1:], target[:, :-1])
     assert torch.equal(batches.draw(3, 1)[0], characters)
-    for other in (batches.draw(4, 1), batches.draw(3, 2), Batches(text, seed=2, batch_size=2, context=16).draw(3, 1)):
+    for other in (
+        batches.draw(4, 1),
+        batches.draw(3, 2),
+        SyntheticBatches(text, seed=2, batch_size=2, context=16).draw(3, 1),
+    ):
         assert not torch.equal(other[0], characters)
 
 
@@ -56,10 +60,10 @@ def test_victim_cannot_come_back_on_its_copies() -> None:
 
 def test_bad_steps_are_refused(tmp_path: Path) -> None:
     """A kill that would come after the last step is named before anything starts."""
-    from memstore.demo.run import Options
+    from memstore.demo.run import DemoOptions
 
     with pytest.raises(ConfigError, match="kill_after=9"):
-        Options(tmp_path, steps=10, kill_after=9)
+        DemoOptions(tmp_path, steps=10, kill_after=9)
     assert CliRunner().invoke(demo, ["--steps", "1"]).exit_code == 2
 
 

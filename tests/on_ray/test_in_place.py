@@ -19,7 +19,7 @@ from memstore.errors import RecoveryError  # noqa: E402
 from memstore.inplace.ray_actors import InPlaceGroup  # noqa: E402
 from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
 from memstore.testing.faults.processes import wait_gone, with_start_times  # noqa: E402
-from memstore.testing.ranks.in_place_job import STEPS, RankEnd, StopsOnce, train  # noqa: E402
+from memstore.testing.ranks.in_place_job import STEPS, InPlaceRankEnd, StopsOnce, train  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 RANKS = 3
@@ -27,7 +27,7 @@ HANG_AFTER_S = 2.0
 Faults = dict[tuple[int, int], str]
 
 
-def run(shared_cluster: EmbeddedCluster, job: str, faults: Faults, **group: Any) -> list[RankEnd]:
+def run(shared_cluster: EmbeddedCluster, job: str, faults: Faults, **group: Any) -> list[InPlaceRankEnd]:
     """Train a new job; return what each rank returned."""
     actors = InPlaceGroup(RANKS, actor_options={"scheduling_strategy": "SPREAD"}, **group)
     return actors.run(train, shared_cluster.config.store, job, faults)

@@ -16,7 +16,7 @@ from memstore.testing.ranks.in_place_data_job import (  # noqa: E402
     LENGTH,
     SEED,
     STEPS,
-    Samples,
+    IndexedSamples,
     train,
 )
 
@@ -33,7 +33,7 @@ def ordered(epoch: int) -> list[list[int]]:
 
 def stateful(epoch: int) -> list[list[int]]:
     """Return the batches of an epoch as torch's DistributedSampler deals them."""
-    samplers = [DistributedSampler(Samples(), RANKS, rank, seed=SEED, drop_last=True) for rank in range(RANKS)]
+    samplers = [DistributedSampler(IndexedSamples(), RANKS, rank, seed=SEED, drop_last=True) for rank in range(RANKS)]
     for sampler in samplers:
         sampler.set_epoch(epoch)
     shares = [list(sampler) for sampler in samplers]

@@ -36,7 +36,7 @@ def group(**more: Any) -> InPlaceGroup:
     return InPlaceGroup(RANKS, actor_options=options, backend="nccl", **more)
 
 
-def run(cluster: EmbeddedCluster, job: str, faults: Faults, **more: Any) -> list[in_place_job.RankEnd]:
+def run(cluster: EmbeddedCluster, job: str, faults: Faults, **more: Any) -> list[in_place_job.InPlaceRankEnd]:
     """Train a new job; return what each rank returned."""
     return group(**more).run(in_place_job.train, cluster.config.store, job, faults, SharedGpu())
 

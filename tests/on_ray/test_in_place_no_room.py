@@ -19,7 +19,7 @@ from memstore.testing.faults.processes import wait_gone, with_start_times
 from memstore.testing.ranks.in_place_job import (
     STEPS,
     Announced,
-    RankEnd,
+    InPlaceRankEnd,
     announced,
     train_announced_worker,
 )
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
 MEET_S = 5.0
 
 
-def fit(cluster: EmbeddedCluster, folder: Path, faults: list[tuple[int, int, str]]) -> list[RankEnd]:
+def fit(cluster: EmbeddedCluster, folder: Path, faults: list[tuple[int, int, str]]) -> list[InPlaceRankEnd]:
     """Train a new job with one rank a host; return what each rank returned."""
     function = partial(train_announced_worker, Announced(str(folder)))
     in_place = InPlaceTorchConfig(meet_s=MEET_S)

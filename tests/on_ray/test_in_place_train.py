@@ -25,7 +25,7 @@ from memstore.testing.ranks.in_place_job import (
     ALWAYS,
     STEPS,
     Announced,
-    RankEnd,
+    InPlaceRankEnd,
     announced,
     train_beside_spares,
     train_worker,
@@ -78,7 +78,7 @@ def cluster() -> Iterator[EmbeddedCluster]:
 
 def fit(
     cluster: EmbeddedCluster, folder: Path, faults: list[tuple[int, int, str]], spares: int = 0, **more: Any
-) -> list[RankEnd]:
+) -> list[InPlaceRankEnd]:
     """Train a new job; return what each rank returned."""
     function = partial(train_beside_spares, Announced(str(folder))) if spares else train_worker
     return ray_train_in_place.fit(cluster, folder, faults, function, InPlaceTorchConfig(spares=spares), **more)

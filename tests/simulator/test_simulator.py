@@ -14,7 +14,7 @@ import pytest
 from repository import ROOT
 from variants import later
 
-from memstore.core.holder.answers import Call
+from memstore.core.holder.answers import ForwardedCall
 from memstore.core.wire.calls import SkipStep
 from memstore.shell.holder.pending_calls import Calls
 from memstore.testing.faults.catalogue import Fault, played_by
@@ -22,7 +22,7 @@ from memstore.testing.part_records import parts_of
 from memstore.testing.simulator.__main__ import main, parser
 from memstore.testing.simulator.planted.catalogue import BUGS
 from memstore.testing.simulator.run import campaign, corpus, faults, people, record
-from memstore.testing.simulator.run.campaign import Outcome, Summary, failure_text, play, replay_command, run, shrink
+from memstore.testing.simulator.run.campaign import RunOutcome, Summary, failure_text, play, replay_command, run, shrink
 from memstore.testing.simulator.run.simulation import Simulation
 from memstore.testing.simulator.world.scenario import Scenario, draw
 
@@ -52,7 +52,7 @@ def test_no_rule_breaks(first: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", corpus.read(CORPUS), ids=lambda row: f"{row.scenario.seed}-{row.rule}")
-def test_a_scenario_that_failed_once_holds(row: corpus.Row) -> None:
+def test_a_scenario_that_failed_once_holds(row: corpus.CorpusRow) -> None:
     """No scenario of the corpus breaks a rule again."""
     found = complaint([row.scenario])
     assert not found, found
@@ -137,11 +137,11 @@ def test_a_campaign_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: py
     """Every seed of the range is played once, over several calls, and its record is that of one call."""
     played: list[int] = []
 
-    def quick(scenario: Scenario) -> Outcome:
+    def quick(scenario: Scenario) -> RunOutcome:
         played.append(scenario.seed)
         if scenario.seed == 15:
-            return Outcome(15, "R7", "torn", virtual_s=36.0, commits=2, injected={"kill-rank": 1, "partition": 2})
-        return Outcome(scenario.seed, virtual_s=36.0, commits=2, injected={"kill-rank": 1})
+            return RunOutcome(15, "R7", "torn", virtual_s=36.0, commits=2, injected={"kill-rank": 1, "partition": 2})
+        return RunOutcome(scenario.seed, virtual_s=36.0, commits=2, injected={"kill-rank": 1})
 
     monkeypatch.setattr(campaign, "play", quick)
     monkeypatch.setattr(record, "BATCH_SEEDS", 4)
@@ -184,7 +184,7 @@ def test_a_put_that_fails_in_a_simulated_holder_says_why_as_a_real_one(
     said: list[bool] = []
     real = Calls.ask
 
-    def ask(self: Calls, call: Call) -> None:
+    def ask(self: Calls, call: ForwardedCall) -> None:
         if call.owner is None and isinstance(call.request, SkipStep):
             said.append(call.request.is_failed)
         real(self, call)

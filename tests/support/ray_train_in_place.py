@@ -11,7 +11,7 @@ from ray.train.torch import TorchTrainer
 
 from memstore.adapters.ray_train import InPlaceTorchConfig
 from memstore.testing.clusters.embedded import EmbeddedCluster
-from memstore.testing.ranks.in_place_job import RankEnd, end_of
+from memstore.testing.ranks.in_place_job import InPlaceRankEnd, end_of
 
 RANKS = 3
 ENVIRONMENT = {"RAY_TRAIN_V2_ENABLED": "1", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
@@ -20,7 +20,7 @@ ENVIRONMENT = {"RAY_TRAIN_V2_ENABLED": "1", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S":
 def fit(
     cluster: EmbeddedCluster, folder: Path, faults: list[tuple[int, int, str]], function: Callable[..., None],
     in_place: InPlaceTorchConfig, *, max_failures: int = 2, placement: str = "PACK", **more: Any,
-) -> list[RankEnd]:  # fmt: skip
+) -> list[InPlaceRankEnd]:  # fmt: skip
     """Train a new job, named as the folder; return what each rank returned.
 
     Args:

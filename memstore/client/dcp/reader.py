@@ -52,7 +52,7 @@ LeaseStep = Callable[[int | None, int | None], Leased]  # takes the step and its
 
 
 @dataclass(frozen=True)
-class Part:
+class ItemPart:
     """A box of one saved item: its bytes, from first to last element, and how the box lies in them."""
 
     item: ReadItem
@@ -272,7 +272,7 @@ class DcpReader(StorageReader):
 
     # -- bytes --------------------------------------------------------------------------------
 
-    def _part(self, item: ReadItem) -> Part:
+    def _part(self, item: ReadItem) -> ItemPart:
         assert self._metadata is not None
         place = (self._metadata.storage_data or {}).get(item.storage_index)
         if not isinstance(place, Place):
@@ -280,7 +280,7 @@ class DcpReader(StorageReader):
                 f"{item.storage_index.fqn!r} is in the metadata of step {self.step} and was not written"
             )
         if item.type is LoadItemType.BYTE_IO:
-            return Part(item, place, place.offset, place.nbytes, None)
+            return ItemPart(item, place, place.offset, place.nbytes, None)
         entry = self._metadata.state_dict_metadata[item.storage_index.fqn]
         assert isinstance(entry, TensorStorageMetadata)
         offsets = item.storage_index.offset
@@ -289,20 +289,20 @@ class DcpReader(StorageReader):
         strides = row_major(saved, itemsize)
         elements = tuple(step // itemsize for step in strides)
         if 0 in item.lengths:
-            return Part(item, place, place.offset, 0, entry.properties.dtype, elements)
+            return ItemPart(item, place, place.offset, 0, entry.properties.dtype, elements)
         first = sum(at * step for at, step in zip(item.storage_offsets, strides, strict=True))
         nbytes = byte_span(item.lengths, strides, itemsize)[1]
         if first + nbytes > place.nbytes:
             raise ManifestMismatch(
                 f"{item.storage_index.fqn!r}: bytes {first} to {first + nbytes} are asked of an item of {place.nbytes}"
             )
-        return Part(item, place, place.offset + first, nbytes, entry.properties.dtype, elements)
+        return ItemPart(item, place, place.offset + first, nbytes, entry.properties.dtype, elements)
 
-    def _ask(self, batch: Sequence[Part]) -> ShardRead:
+    def _ask(self, batch: Sequence[ItemPart]) -> ShardRead:
         ranges = [(part.offset, part.nbytes) for part in batch]
         return self._ranges.ask(self.step, batch[0].place.rank, ranges, self._chunk_bytes, attempt=self._attempt)
 
-    def _load(self, batch: Sequence[Part], read: ShardRead, planner: LoadPlanner) -> None:
+    def _load(self, batch: Sequence[ItemPart], read: ShardRead, planner: LoadPlanner) -> None:
         stream = CheckedStream(read.manifest(), read)
         filled: list[tuple[ReadItem, torch.Tensor, Callable[[], None]]] = []
         objects: list[tuple[ReadItem, bytearray]] = []
@@ -320,7 +320,7 @@ class DcpReader(StorageReader):
             planner.load_bytes(item, io.BytesIO(data))
 
 
-def _fill_later(target: torch.Tensor, part: Part, stream: CheckedStream) -> Callable[[], None]:
+def _fill_later(target: torch.Tensor, part: ItemPart, stream: CheckedStream) -> Callable[[], None]:
     """Plan the copy of a part to a tensor of its shape; straight into its memory where it lies there as it was saved.
 
     Returns what is to be called once the stream has settled.

@@ -48,7 +48,7 @@ def stage_state(state: Any) -> StagedState:
     Raises:
         UnsupportedState: a tensor that cannot be stored; names its path. Nothing was copied.
     """
-    walk = _Walk()
+    walk = _StagingWalk()
     walk.find(state, "")
     order = sorted(range(len(walk.sources)), key=lambda i: walk.sources[i].nbytes < LARGE_BYTES)
     placed, end = [], 0
@@ -109,7 +109,7 @@ def object_nbytes(value: Any, seen: set[int]) -> int:
 
 
 @dataclass
-class _Walk:
+class _StagingWalk:
     """Finds every tensor once; tensors over the same memory share their bytes."""
 
     sources: list[TensorSource] = field(default_factory=list)

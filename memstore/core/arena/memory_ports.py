@@ -22,7 +22,7 @@ class SlotHeader(NamedTuple):
     last_verified: float = 0.0  # wall seconds, as given by the caller
 
 
-class SlotHeaders(Protocol):
+class SlotHeaderTable(Protocol):
     """The records of all slots, which outlive the holder."""
 
     def read(self, slot: int) -> SlotHeader:
@@ -36,7 +36,7 @@ class SlotMemory(Protocol):
     """The memory of all slots, which outlives the holder."""
 
     @property
-    def headers(self) -> SlotHeaders:
+    def headers(self) -> SlotHeaderTable:
         """Return the records of its slots."""
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 
 from memstore.core.cluster.events import Happened
 from memstore.core.cluster.job import Call
-from memstore.core.wire.messages import Action, Answer, LogLine, SendOrder
+from memstore.core.wire.messages import Action, AnswerCall, LogLine, SendOrder
 from memstore.core.wire.orders import Order
 from memstore.core.wire.replies import Reply
 
@@ -47,11 +47,11 @@ class Effects:
     def answer(self, call: Call[Any], reply: Reply) -> None:
         """Answer a call; facts that were recorded for it are sent first."""
         self.before_answer()
-        self.actions.append(Answer(call.host_id, call.call_id, reply))
+        self.actions.append(AnswerCall(call.host_id, call.call_id, reply))
 
     def refuse(self, call: Call[Any], error: str, message: str) -> None:
         """Answer a call with an error: the name of a class of `memstore.errors`, and its message."""
-        self.actions.append(Answer(call.host_id, call.call_id, None, (error, message)))
+        self.actions.append(AnswerCall(call.host_id, call.call_id, None, (error, message)))
 
     def log(self, text: str, level: str = "info") -> None:
         """Write a line to the controller's log."""

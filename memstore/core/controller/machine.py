@@ -22,7 +22,7 @@ from memstore.core.controller.parts import Parts
 from memstore.core.controller.queries import Queries
 from memstore.core.controller.reactions import facts, reactions
 from memstore.core.controller.takeover import Takeover
-from memstore.core.journal.lease import Lease
+from memstore.core.journal.lease import TermLease
 from memstore.core.wire.messages import Action, Event
 
 
@@ -55,7 +55,7 @@ class ControllerMachine:
         return self.state.hosts
 
     @property
-    def lease(self) -> Lease:
+    def lease(self) -> TermLease:
         """The time until which this controller may record facts."""
         return self.parts.journal.lease
 

@@ -16,7 +16,7 @@ from memstore.core.cluster.state import ClusterState
 from memstore.core.commit.commits import StepCommits
 from memstore.core.durable.checks import DurableChecks
 from memstore.core.durable.departures import Departures
-from memstore.core.durable.last_copies import LastCopies
+from memstore.core.durable.last_copies import LastCopyFinder
 from memstore.core.durable.looks import DurableLooks
 from memstore.core.durable.marker_listing import DurableMarkers
 from memstore.core.durable.persist import Persists
@@ -64,7 +64,7 @@ class Parts:
         self.durable_markers = DurableMarkers(state, out, self.durable_states)
         self.durable_checks = DurableChecks(state, out, self.durable_states)
         self.durable_looks = DurableLooks(state, self.durable_states, self.durable_checks)
-        self.last_copies = LastCopies(state, out, self.durable_checks)
+        self.last_copies = LastCopyFinder(state, out, self.durable_checks)
         self.persists = Persists(state, out, self.durable_states, self.durable_checks)
         self.durable = DurableOrders(
             state, out, self.view, self.steps, self.retention, self.durable_states, self.persists

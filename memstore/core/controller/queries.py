@@ -48,7 +48,7 @@ class Queries:
             calls.Join: lambda call: parts.attempts.join(parts.state.now, call),
             calls.DrainHost: parts.drains.ask,
             calls.AskStatus: self._status,
-            calls.RollCall: self._roll_call,
+            calls.AskRollCall: self._roll_call,
             calls.AskSteps: self._steps,
             VerifyStore: self._verify,
             calls.AskEvents: self._events,
@@ -85,7 +85,7 @@ class Queries:
     def _status(self, call: Call[calls.AskStatus]) -> None:
         self.out.answer(call, self.parts.status.answer())
 
-    def _roll_call(self, call: Call[calls.RollCall]) -> None:
+    def _roll_call(self, call: Call[calls.AskRollCall]) -> None:
         """Answer which ranks have made the call that the caller waits in, and which are awaited (R20, R23)."""
         key = (call.request.job, call.request.of)
         found = self.roll_calls.get(key) or self._come(*key)

@@ -30,7 +30,7 @@ class Question:
     lacks: dict[Look, str] = field(default_factory=dict)  # what storage lacks of a step
 
 
-class LastCopies:
+class LastCopyFinder:
     """The open questions of people who are about to free RAM."""
 
     def __init__(self, state: ClusterState, out: Effects, checks: DurableChecks) -> None:

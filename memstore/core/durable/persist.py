@@ -36,7 +36,7 @@ HOSTS_SHOWN_MAX = 3
 
 
 @dataclass(slots=True)
-class Wish:
+class PersistWish:
     """A step that is wanted to be durable."""
 
     calls: list[Call[PersistStep]] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Persists:
 
     def __init__(self, state: ClusterState, out: Effects, states: DurableStates, checks: DurableChecks) -> None:
         self.state, self.out, self.states, self.checks = state, out, states, checks
-        self.wishes: dict[str, dict[StepId, Wish]] = {}
+        self.wishes: dict[str, dict[StepId, PersistWish]] = {}
 
     def ask(self, job: Job, call: Call[PersistStep]) -> None:
         """Make a step durable now; answered when it is."""
@@ -74,7 +74,7 @@ class Persists:
         if step is None or refusal is not None:
             self.out.refuse(call, *(refusal or ("RecoveryError", f"job {job.name!r} has no committed step")))
             return
-        wish = self.wishes.setdefault(job.name, {}).setdefault(step, Wish())
+        wish = self.wishes.setdefault(job.name, {}).setdefault(step, PersistWish())
         wish.calls.append(call)
         if step in job.markers and not wish.is_looked_for:
             wish.is_looked_for = self._look(job, step)
@@ -89,7 +89,7 @@ class Persists:
     def want(self, job: Job, step: StepId) -> None:
         """Have a committed step written although no caller waits; to be called again within WANTED_S."""
         if job.newest is not None and self._refusal(job, job.newest, step) is None:
-            self.wishes.setdefault(job.name, {}).setdefault(step, Wish()).until_s = self.state.now + WANTED_S
+            self.wishes.setdefault(job.name, {}).setdefault(step, PersistWish()).until_s = self.state.now + WANTED_S
 
     def _refusal(self, job: Job, attempt: Attempt, step: StepId) -> Refusal | None:
         what = f"step {step.step} (attempt {step.attempt}) of job {job.name!r} cannot be made durable"
@@ -154,14 +154,14 @@ class Persists:
 
     def refuse(self, job: Job, step: StepId, refusal: Refusal) -> None:
         """Refuse a step that cannot become durable at present."""
-        wish = self.wishes.get(job.name, {}).pop(step, Wish())
+        wish = self.wishes.get(job.name, {}).pop(step, PersistWish())
         for call in wish.calls:
             self.out.refuse(call, *refusal)
 
     def written(self, job: Job, step: StepId) -> None:
         """Answer for a durable step; older steps that are asked for may not stay in storage any more."""
         wishes = self.wishes.get(job.name, {})
-        calls = wishes.pop(step, Wish()).calls
+        calls = wishes.pop(step, PersistWish()).calls
         for older in [wish for s, wish in wishes.items() if s < step]:
             calls += older.take_newest()
         for call in calls:
@@ -193,12 +193,12 @@ class Persists:
                 if not wish.calls and now > wish.until_s:
                     del wishes[step]
 
-    def _go_on(self, job: Job, step: StepId, wish: Wish) -> None:
+    def _go_on(self, job: Job, step: StepId, wish: PersistWish) -> None:
         """Move the callers for the newest step to a newer one, once training has left theirs behind."""
         newest = self._named(job, None)[0]
         if newest is not None and newest > step and step not in job.markers and not self.states.is_whole(job, step):
             calls = wish.take_newest()
-            self.wishes[job.name].setdefault(newest, Wish()).calls += calls
+            self.wishes[job.name].setdefault(newest, PersistWish()).calls += calls
 
     def problem(self, job: Job, step: StepId) -> str:
         """Return why a step's write waits, or why it failed."""

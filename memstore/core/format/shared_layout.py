@@ -25,7 +25,7 @@ _PIECE_BYTES = 1 << 20  # of bytes in a tree
 _HEAD_BYTES = 64  # the key stands there: nothing but the size and three empty tables comes before the tree
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ShardPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One state in the stream: its layout, its first chunk, its bytes."""
 
     layout: bytes
@@ -44,8 +44,8 @@ class SharedShardLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unk
     shards: Count
     writers: tuple[Count, ...]  # ranks whose shards hold the shared state
     writers_by_shard: tuple[tuple[Count, ...], ...]  # of rank 0 only
-    shared: Part | None
-    own: Part
+    shared: ShardPart | None
+    own: ShardPart
     format: Literal[2] = 2
 
     def encode(self, nbytes: int) -> bytes:

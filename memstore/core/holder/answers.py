@@ -24,7 +24,7 @@ from memstore.errors import IntegrityError
 
 
 @dataclass(frozen=True)
-class Call:
+class ForwardedCall:
     """A call; `owner` is None for the holder's own."""
 
     owner: Owner | None
@@ -33,7 +33,9 @@ class Call:
     request: RankCall
 
 
-async def pass_on(io: HolderIo, state: HolderState, call: Call, data: bytes, error: tuple[str, str] | None) -> None:
+async def pass_on(
+    io: HolderIo, state: HolderState, call: ForwardedCall, data: bytes, error: tuple[str, str] | None
+) -> None:
     """Send the process that asked what the controller answered: a reply, or the name and the text of an error."""
     link = state.ranks.links.get(call.nonce)
     if link is None or link.owner != call.owner:
@@ -49,14 +51,14 @@ async def pass_on(io: HolderIo, state: HolderState, call: Call, data: bytes, err
     await io.send_to_rank(link, answer)
 
 
-def _end_lease(state: HolderState, call: Call) -> None:
+def _end_lease(state: HolderState, call: ForwardedCall) -> None:
     """End the lease that a call asked for, if it did (R36)."""
     if isinstance(call.request, LeaseStep):
         state.ask(EndLease(job=call.request.job, lease=call.request.lease))
 
 
 async def _answer(
-    io: HolderIo, state: HolderState, link: Link, call: Call, data: bytes, error: tuple[str, str] | None
+    io: HolderIo, state: HolderState, link: Link, call: ForwardedCall, data: bytes, error: tuple[str, str] | None
 ) -> CallAnswered:
     if error is not None:
         return CallAnswered(id=call.rank_id, reply=b"", error=error)

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.ids import WireCopy
-from memstore.core.wire.reports import Fenced, Inventory, PutTimes, Sealed
+from memstore.core.wire.reports import Fenced, HostInventory, PutTimes, Sealed
 from recovery.inventory import Copy
 
 
-def inventory(state: HolderState, journal: Sequence[bytes]) -> Inventory:
+def inventory(state: HolderState, journal: Sequence[bytes]) -> HostInventory:
     """Return what a controller must know of this host first."""
     info = state.info
-    return Inventory(
+    return HostInventory(
         incarnation=info.incarnation, endpoints=info.endpoints, machine=info.machine, is_explicit=info.is_explicit,
         labels=dict(info.labels), limit_bytes=info.limit_bytes, copies=_copies(state),
         journal=tuple(journal), ranks=tuple(sorted(state.ranks.owners)), up_s=state.now() - state.began_s,

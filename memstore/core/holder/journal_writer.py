@@ -15,7 +15,7 @@ from memstore.core.wire.orders import WriteJournal
 from memstore.errors import CapacityError, IntegrityError
 
 
-class Journal(Protocol):
+class HostJournal(Protocol):
     """A host's journal (shell/arena/journal_file.py). Its writes need room: CapacityError, and it is as before."""
 
     dropped_nbytes: int  # of a damaged rest that was cut off
@@ -33,7 +33,7 @@ class Journal(Protocol):
 class JournalWriter:
     """Writes what the controller sends, in its order. The caller keeps sessions apart: one thread at a time."""
 
-    def __init__(self, journal: Journal, on_written: Callable[[int], None]) -> None:
+    def __init__(self, journal: HostJournal, on_written: Callable[[int], None]) -> None:
         self.journal = journal
         self.problem = ""  # why the oldest that waits could not be written
         self._on_written = on_written

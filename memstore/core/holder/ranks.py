@@ -16,7 +16,7 @@ from memstore.core.holder.link import Link
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.orders import StepLevel
 from memstore.core.wire.rank_messages import AttemptFenced, RankHello, ToolHello
-from memstore.core.wire.reports import RankArrived, RankGone
+from memstore.core.wire.reports import ProcessGone, RankArrived
 from recovery.inventory import ShardId
 
 BYE_WAIT_S = 10.0  # longest wait for submissions of a process that sends `bye`
@@ -201,7 +201,7 @@ async def leave(io: HolderIo, state: HolderState, link: Link, *, has_left: bool 
         del table.links[link.nonce]
         table.owners.pop(link.nonce, None)
         # In this step: the process may connect again during the next effect.
-        state.report(RankGone(nonce=link.nonce, has_left=has_left))
+        state.report(ProcessGone(nonce=link.nonce, has_left=has_left))
         _end_preparation(state, link.job)
     await _forget(io, state, link.owner)
 
@@ -243,7 +243,7 @@ async def _report_ended(io: HolderIo, state: HolderState) -> None:
     for nonce, owner in list(table.owners.items()):
         if not state.is_alive(owner) and table.owners.get(nonce) == owner:
             del table.owners[nonce]
-            state.report(RankGone(nonce=nonce))
+            state.report(ProcessGone(nonce=nonce))
             if (link := table.links.get(nonce)) is not None:
                 _end_preparation(state, link.job)
             await _forget(io, state, owner)

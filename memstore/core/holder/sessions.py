@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from memstore.core.cluster.facts import AttemptOpened, JobRemoved
 from memstore.core.holder.fences import JobFences
-from memstore.core.holder.journal_writer import Journal, JournalWriter
+from memstore.core.holder.journal_writer import HostJournal, JournalWriter
 from memstore.core.journal.records import entry_from_record
 
 S = TypeVar("S")
@@ -33,7 +33,7 @@ def read_journal(records: Iterable[bytes], fences: JobFences) -> int:
 class Sessions(Generic[S]):
     """The session that is obeyed, and the writer of its facts. The caller lets one thread in at a time."""
 
-    def __init__(self, term: int, journal: Journal, on_written: Callable[[int], None]) -> None:
+    def __init__(self, term: int, journal: HostJournal, on_written: Callable[[int], None]) -> None:
         """`term`: the highest that the journal names; `on_written` gets the written order of facts."""
         self.term = term
         self.current: S | None = None

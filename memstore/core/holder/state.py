@@ -110,7 +110,7 @@ class SubmittedPut:
 
 
 @dataclass
-class Puts:
+class SubmittedPuts:
     """The submissions that are not finished."""
 
     pending: dict[tuple[str, int, Owner], int] = field(default_factory=dict)  # (job, attempt, process) -> submissions
@@ -171,7 +171,7 @@ class HolderState:
     shared_shards: HolderSharedShards = field(default_factory=HolderSharedShards)
     pushes: Pushes = field(default_factory=Pushes)
     reads: Reads = field(default_factory=Reads)
-    puts: Puts = field(default_factory=Puts)
+    puts: SubmittedPuts = field(default_factory=SubmittedPuts)
     ranks: Ranks = field(default_factory=Ranks)
     stops: dict[tuple[str, StepId], Stop] = field(default_factory=dict)  # (job, step) -> what ends its durable writes
     began_s: float = field(init=False)

@@ -15,7 +15,7 @@ from memstore.core.cluster.state import ClusterState
 from memstore.core.wire.orders import EchoClock
 
 
-class Lease:
+class TermLease:
     """The lease of one controller term."""
 
     def __init__(self, state: ClusterState, out: Effects) -> None:

@@ -16,7 +16,7 @@ from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import Fact
 from memstore.core.cluster.state import ClusterState
 from memstore.core.journal.fact_log import FactLog
-from memstore.core.journal.lease import Lease
+from memstore.core.journal.lease import TermLease
 from memstore.core.journal.records import Entry, paged
 from memstore.core.wire.orders import TermNumber, WriteJournal
 
@@ -27,7 +27,7 @@ class Journal:
     def __init__(self, state: ClusterState, out: Effects, term: int) -> None:
         self.state, self.out = state, out
         self.log = FactLog(term)
-        self.lease = Lease(state, out)
+        self.lease = TermLease(state, out)
         self.unsent: list[Entry] = []  # facts of this event: they go out together at its end
         out.before_answer = self.send_facts
 

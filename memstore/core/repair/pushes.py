@@ -11,7 +11,7 @@ PUSHES_PER_SOURCE_MAX = 2
 
 
 @dataclass(slots=True)
-class Pushes:
+class RepairPushes:
     """The pushes that repair has ordered, and the refusals, for all jobs."""
 
     #: (shard, target) -> (source, deadline)

@@ -18,7 +18,7 @@ from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.kept_steps import redundant_steps
 from memstore.core.cluster.state import ClusterState
 from memstore.core.commit.commits import StepCommits
-from memstore.core.repair.pushes import Pushes
+from memstore.core.repair.pushes import RepairPushes
 from memstore.core.repair.substitutes import Substitutes
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.ids import WireShard
@@ -48,7 +48,7 @@ class Repair:
     ) -> None:
         self.state, self.out = state, out
         self.view, self.drops, self.room, self.steps = view, drops, room, steps
-        self.pushes = Pushes()
+        self.pushes = RepairPushes()
         self.scans: dict[tuple[str, StepId], RepairScan] = {}
         self._awaiting: set[str] = set()  # hosts that still lack a copy of some kept step, in one look at a job
         self._is_over = False  # in that look: no rank finishes the open steps

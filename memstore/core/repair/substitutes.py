@@ -8,7 +8,7 @@ from functools import cached_property
 from memstore.core.capacity.reservations import Reservations
 from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState
-from memstore.core.repair.pushes import Pushes
+from memstore.core.repair.pushes import RepairPushes
 from memstore.core.targets.targets import ClusterView
 from recovery.inventory import Copy, ShardId, StepId
 
@@ -20,8 +20,8 @@ class Substitutes:
     """A scan of one step of a job: values that are the same for all its shards are computed once."""
 
     def __init__(
-        self, state: ClusterState, view: ClusterView, room: Reservations, pushes: Pushes, job: Job, attempt: Attempt,
-        step: StepId,
+        self, state: ClusterState, view: ClusterView, room: Reservations, pushes: RepairPushes, job: Job,
+        attempt: Attempt, step: StepId,
     ) -> None:  # fmt: skip
         self.hosts, self.view, self.room, self.pushes = state.hosts, view, room, pushes
         self.now, self.job, self.attempt, self.step = state.now, job, attempt, step

@@ -24,7 +24,7 @@ Event = dict[str, Any]
 """The fields of an event as `--json` prints them: each kind has its own, and only its line reads them."""
 
 
-class Kind(NamedTuple):
+class EventKind(NamedTuple):
     """One kind of event; `is_logged`: its line is a warning in the controller's log as well."""
 
     level: str
@@ -137,72 +137,76 @@ def _drained(e: Event) -> str:
     return ("must NOT go yet: " if e["short"] else "can go: ") + left
 
 
-KINDS: Mapping[str, Kind] = {
-    "put": Kind(ROUTINE, _put),
-    "commit": Kind(ROUTINE, _commit),
-    "redundant": Kind(NOTABLE, lambda e: f"step {e['step']} has all {e['copies']} copies now{_took(e, 'redundant')}"),
-    "superseded": Kind(NOTABLE, lambda e: f"step {e['step']} superseded: {e['why']}"),
-    "skip": Kind(PROBLEM, _skip),
-    "unchanged": Kind(PROBLEM, _unchanged, is_logged=True),
-    "replicas_differ": Kind(PROBLEM, _replicas_differ, is_logged=True),
-    "replicas_agree": Kind(
+KINDS: Mapping[str, EventKind] = {
+    "put": EventKind(ROUTINE, _put),
+    "commit": EventKind(ROUTINE, _commit),
+    "redundant": EventKind(
+        NOTABLE, lambda e: f"step {e['step']} has all {e['copies']} copies now{_took(e, 'redundant')}"
+    ),
+    "superseded": EventKind(NOTABLE, lambda e: f"step {e['step']} superseded: {e['why']}"),
+    "skip": EventKind(PROBLEM, _skip),
+    "unchanged": EventKind(PROBLEM, _unchanged, is_logged=True),
+    "replicas_differ": EventKind(PROBLEM, _replicas_differ, is_logged=True),
+    "replicas_agree": EventKind(
         NOTABLE, lambda e: f"ranks {e['ranks'][0]} and {e['ranks'][1]} put equal bytes again at step {e['step']}"
     ),
-    "degraded": Kind(PROBLEM, _degraded),
-    "whole": Kind(NOTABLE, lambda e: f"every shard has its copies again, after {fine_text(e['seconds']['degraded'])}"),
-    "restore": Kind(NOTABLE, _restore),
-    "restore_failed": Kind(
+    "degraded": EventKind(PROBLEM, _degraded),
+    "whole": EventKind(
+        NOTABLE, lambda e: f"every shard has its copies again, after {fine_text(e['seconds']['degraded'])}"
+    ),
+    "restore": EventKind(NOTABLE, _restore),
+    "restore_failed": EventKind(
         PROBLEM, lambda e: f"restore of attempt {e['attempt']} FAILED ({e['phase']}): {e['error']}: {e['why']}"
     ),
-    "attempt": Kind(NOTABLE, _attempt),
-    "replaced": Kind(
+    "attempt": EventKind(NOTABLE, _attempt),
+    "replaced": EventKind(
         NOTABLE, lambda e: f"generation {e['generation']}: {replaced_text(convert(e['replaced'], list[ReplacedRow]))}"
     ),
-    "recovered": Kind(NOTABLE, _recovered),
-    "members": Kind(
+    "recovered": EventKind(NOTABLE, _recovered),
+    "members": EventKind(
         NOTABLE,
         lambda e: f"attempt {e['attempt']}: some of its ranks were replaced, it is on {', '.join(e['hosts'])}",
     ),
-    "branched": Kind(
+    "branched": EventKind(
         NOTABLE,
         lambda e: (
             f"attempt {e['attempt']} begins with step {e['step']} of {e['from_job']} (attempt {e['from_attempt']})"
         ),
     ),
-    "pinned": Kind(NOTABLE, lambda e: f"step {e['step']} pinned as {e['name']}"),
-    "unpinned": Kind(NOTABLE, lambda e: f"pin {e['name']} taken back"),
-    "closed": Kind(NOTABLE, lambda e: f"attempt {e['attempt']} closed by all its ranks"),
-    "ended": Kind(PROBLEM, lambda e: f"attempt {e['attempt']} ENDED by {e['why']}"),
-    "removed": Kind(NOTABLE, lambda e: "removed with all its copies in RAM"),
-    "dropped": Kind(PROBLEM, lambda e: f"DROPPED: {e['why']}"),
-    "retired": Kind(PROBLEM, lambda e: f"step {e['step']} (attempt {e['attempt']}) RETIRED: {e['why']}"),
-    "lifted": Kind(
+    "pinned": EventKind(NOTABLE, lambda e: f"step {e['step']} pinned as {e['name']}"),
+    "unpinned": EventKind(NOTABLE, lambda e: f"pin {e['name']} taken back"),
+    "closed": EventKind(NOTABLE, lambda e: f"attempt {e['attempt']} closed by all its ranks"),
+    "ended": EventKind(PROBLEM, lambda e: f"attempt {e['attempt']} ENDED by {e['why']}"),
+    "removed": EventKind(NOTABLE, lambda e: "removed with all its copies in RAM"),
+    "dropped": EventKind(PROBLEM, lambda e: f"DROPPED: {e['why']}"),
+    "retired": EventKind(PROBLEM, lambda e: f"step {e['step']} (attempt {e['attempt']}) RETIRED: {e['why']}"),
+    "lifted": EventKind(
         NOTABLE, lambda e: f"step {e['step']} (attempt {e['attempt']}) may be restored again: verify was asked for it"
     ),
-    "rank_dead": Kind(PROBLEM, lambda e: _rank_gone(e, "is DEAD")),
-    "rank_ended": Kind(PROBLEM, lambda e: _rank_gone(e, f"was ENDED by {e['why']}")),
-    "rank_left": Kind(ROUTINE, lambda e: _rank_gone(e, "left because another rank is lost")),
-    "host_joined": Kind(NOTABLE, lambda e: "joined"),
-    "host_live": Kind(NOTABLE, lambda e: f"live: {e['why']}"),
-    "host_suspect": Kind(PROBLEM, lambda e: f"suspect: {e['why']}"),
-    "host_dead": Kind(PROBLEM, _host_dead),
-    "drain": Kind(NOTABLE, lambda e: f"is to go in {e['due_s']:.0f} s: its copies are made elsewhere"),
-    "drained": Kind(NOTABLE, _drained),
-    "drain_over": Kind(NOTABLE, lambda e: "is not to go any more, or has gone"),
-    "repair": Kind(NOTABLE, lambda e: f"repair began: {plural(e['missing'], 'copy')} missing"),
-    "repaired": Kind(NOTABLE, _repaired),
-    "durable": Kind(ROUTINE, lambda e: f"step {e['step']} durable{_took(e, 'write')}"),
-    "durable_failed": Kind(PROBLEM, lambda e: f"durable write of step {e['step']} FAILED: {e['why']}"),
-    "durable_abandoned": Kind(PROBLEM, lambda e: f"durable write of step {e['step']} abandoned: {e['why']}"),
-    "not_expired": Kind(PROBLEM, _not_expired, is_logged=True),
-    "scrub": Kind(
+    "rank_dead": EventKind(PROBLEM, lambda e: _rank_gone(e, "is DEAD")),
+    "rank_ended": EventKind(PROBLEM, lambda e: _rank_gone(e, f"was ENDED by {e['why']}")),
+    "rank_left": EventKind(ROUTINE, lambda e: _rank_gone(e, "left because another rank is lost")),
+    "host_joined": EventKind(NOTABLE, lambda e: "joined"),
+    "host_live": EventKind(NOTABLE, lambda e: f"live: {e['why']}"),
+    "host_suspect": EventKind(PROBLEM, lambda e: f"suspect: {e['why']}"),
+    "host_dead": EventKind(PROBLEM, _host_dead),
+    "drain": EventKind(NOTABLE, lambda e: f"is to go in {e['due_s']:.0f} s: its copies are made elsewhere"),
+    "drained": EventKind(NOTABLE, _drained),
+    "drain_over": EventKind(NOTABLE, lambda e: "is not to go any more, or has gone"),
+    "repair": EventKind(NOTABLE, lambda e: f"repair began: {plural(e['missing'], 'copy')} missing"),
+    "repaired": EventKind(NOTABLE, _repaired),
+    "durable": EventKind(ROUTINE, lambda e: f"step {e['step']} durable{_took(e, 'write')}"),
+    "durable_failed": EventKind(PROBLEM, lambda e: f"durable write of step {e['step']} FAILED: {e['why']}"),
+    "durable_abandoned": EventKind(PROBLEM, lambda e: f"durable write of step {e['step']} abandoned: {e['why']}"),
+    "not_expired": EventKind(PROBLEM, _not_expired, is_logged=True),
+    "scrub": EventKind(
         PROBLEM,
         lambda e: f"scrub found {plural(e['found'], 'damaged piece')}, chunks or manifests, to be replaced from a copy",
     ),
-    "files_lost": Kind(
+    "files_lost": EventKind(
         PROBLEM, lambda e: f"files of its arena's folder were REMOVED while its holder ran: {e['what']}"
     ),
-    "term": Kind(
+    "term": EventKind(
         NOTABLE,
         lambda e: f"controller of term {e['term']} serves: hosts {', '.join(e['hosts'])}{_took(e, 'settling')}",
     ),

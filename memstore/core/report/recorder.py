@@ -18,7 +18,7 @@ from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import NAMED_MAX, why_dropped
 from memstore.core.durable.departures import Departures
-from memstore.core.repair.pushes import Pushes
+from memstore.core.repair.pushes import RepairPushes
 from memstore.core.report.event_kinds import KINDS, event_text
 from memstore.core.report.event_ring import RecentEvents
 from memstore.core.report.redundancy import RedundancyMonitor
@@ -67,7 +67,9 @@ class Putting:
 class EventRecorder:
     """Records the events of all jobs and hosts."""
 
-    def __init__(self, state: ClusterState, out: Effects, pushes: Pushes, departures: Departures, term: int) -> None:
+    def __init__(
+        self, state: ClusterState, out: Effects, pushes: RepairPushes, departures: Departures, term: int
+    ) -> None:
         self.state, self.out = state, out
         self.recent_events = RecentEvents(term)
         self.watch = RedundancyMonitor(state, pushes, departures, self.note)

@@ -13,7 +13,7 @@ from msgspec import structs
 from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.departures import Departures
-from memstore.core.repair.pushes import Pushes
+from memstore.core.repair.pushes import RepairPushes
 from memstore.core.wire.status_rows import ShortStep
 from recovery.inventory import Copy, ShardId, StepId
 
@@ -33,7 +33,9 @@ class OpenRepair:
 class RedundancyMonitor:
     """Conditions of all jobs; `add` takes an event that begins or ends one."""
 
-    def __init__(self, state: ClusterState, pushes: Pushes, departures: Departures, add: Callable[..., None]) -> None:
+    def __init__(
+        self, state: ClusterState, pushes: RepairPushes, departures: Departures, add: Callable[..., None]
+    ) -> None:
         self.state, self.pushes, self.departures, self._add = state, pushes, departures, add
         self.short_s: dict[str, float] = {}  # job -> since when its newest commit has too few or too near copies
         self.open_repairs: dict[str, OpenRepair] = {}

@@ -14,7 +14,7 @@ from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.departures import Departures
 from memstore.core.durable.states import DurableStates
-from memstore.core.repair.pushes import Pushes
+from memstore.core.repair.pushes import RepairPushes
 from memstore.core.report.problems import problems
 from memstore.core.report.redundancy import RedundancyMonitor
 from memstore.core.report.survival import held_for, survival
@@ -49,8 +49,9 @@ class StatusReport:
     """
 
     def __init__(
-        self, state: ClusterState, term: int, view: ClusterView, drains: Drains, room: Reservations, pushes: Pushes,
-        states: DurableStates, departures: Departures, attempts: Attempts, watch: RedundancyMonitor,
+        self, state: ClusterState, term: int, view: ClusterView, drains: Drains, room: Reservations,
+        pushes: RepairPushes, states: DurableStates, departures: Departures, attempts: Attempts,
+        watch: RedundancyMonitor,
     ) -> None:  # fmt: skip
         self.state, self.term, self.view, self.drains, self.room, self.pushes = state, term, view, drains, room, pushes
         self.states, self.departures, self.attempts, self.watch = states, departures, attempts, watch

@@ -191,7 +191,7 @@ class CloseStore(RankRequest[Noted], frozen=True, tag="close"):
     """The exception that training ended by, in one line; "": it ended well (R20)."""
 
 
-class RollCall(Request[RollCalled | Noted], frozen=True, tag="roll_call"):
+class AskRollCall(Request[RollCalled | Noted], frozen=True, tag="roll_call"):
     """Ask which ranks have come to a call that all make; Noted if none waits in it."""
 
     job: Name
@@ -330,7 +330,7 @@ RankCall = (
     | ReportDiffering
     | CloseStore
     | ShardLoaded
-    | RollCall
+    | AskRollCall
     | ReadStep
     | AskStatus
     | AskSteps

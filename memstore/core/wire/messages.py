@@ -49,7 +49,7 @@ class HostUp:
     idle_s: float = 0.0
 
     @classmethod
-    def of(cls, host: str, sent: reports.Inventory, asked_s: float) -> HostUp:
+    def of(cls, host: str, sent: reports.HostInventory, asked_s: float) -> HostUp:
         """Return the event of a holder's inventory, in a session that was asked for at that moment."""
         info = HostInfo(
             host, sent.incarnation, sent.endpoints, sent.machine, sent.is_explicit, sent.labels, sent.limit_bytes,
@@ -78,7 +78,7 @@ class HostLost:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A holder's message: a report of something it did, or a call of a rank or tool, answered once by `Answer`."""
+    """A holder's message: a report of something it did, or a call of a rank or tool, answered once by `AnswerCall`."""
 
     host_id: str
     message: reports.Report
@@ -117,7 +117,7 @@ class SendOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AnswerCall:
     """Answer a call; `error` is (class name, message) of the memstore error to raise there."""
 
     host_id: str
@@ -134,4 +134,4 @@ class LogLine:
     level: str = "info"
 
 
-Action = SendOrder | Answer | LogLine
+Action = SendOrder | AnswerCall | LogLine

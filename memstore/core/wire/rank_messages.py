@@ -165,7 +165,7 @@ class AttemptFenced(Message, frozen=True, tag="fenced"):
     is_removed: bool
 
 
-class ReplicasDiffer(Message, frozen=True, tag="replicas_differ"):
+class ShardDiffers(Message, frozen=True, tag="replicas_differ"):
     """Another rank that names the same shard put other bytes; no chunks: the same again (R34)."""
 
     attempt: Unsigned
@@ -175,7 +175,7 @@ class ReplicasDiffer(Message, frozen=True, tag="replicas_differ"):
     chunks: tuple[Unsigned, ...]
 
 
-HolderEvent = CallAnswered | SlotsLeased | StepLevel | CheckInto | AttemptFenced | ReplicasDiffer
+HolderEvent = CallAnswered | SlotsLeased | StepLevel | CheckInto | AttemptFenced | ShardDiffers
 
 decode_greeting: Decoder[Welcome | ErrorMessage] = Decoder(Welcome | ErrorMessage)
 decode_holder_event: Decoder[HolderEvent] = Decoder(HolderEvent)

@@ -15,7 +15,7 @@ from memstore.core.wire.status_rows import HostStats
 # -- the session --------------------------------------------------------------------------------------
 
 
-class Inventory(Message, frozen=True, tag="inventory"):
+class HostInventory(Message, frozen=True, tag="inventory"):
     """A host's first report to a controller: its identity, its inventory, its journal."""
 
     incarnation: Unsigned
@@ -62,7 +62,7 @@ class RankArrived(Message, frozen=True, tag="rank_arrived"):
     nonce: str
 
 
-class RankGone(Message, frozen=True, tag="rank_gone"):
+class ProcessGone(Message, frozen=True, tag="rank_gone"):
     """The process of a rank has said bye, or is proved dead by its pid (R20)."""
 
     nonce: str
@@ -224,10 +224,10 @@ Report = (
     | DurableReport
     | MarkersListed
     | RankArrived
-    | RankGone
+    | ProcessGone
     | FactsWritten
     | Called
 )
-HolderMessage = Inventory | Heartbeat | Outranked | Report
+HolderMessage = HostInventory | Heartbeat | Outranked | Report
 
 decode_holder_message: Decoder[HolderMessage] = Decoder(HolderMessage)

@@ -141,7 +141,7 @@ class Training:
         now = generation()
         if now is None:
             raise RuntimeError("the function is to be called in a generation")
-        entry = _Entry(self.task, now.rank, now.world_size, now.number)
+        entry = _MadeEntry(self.task, now.rank, now.world_size, now.number)
         node, start = ray.get_runtime_context().get_node_id(), process_start_time(os.getpid()) or 0
         entry.note(ENTERED, node=node, start=start)
         try:
@@ -151,7 +151,7 @@ class Training:
             raise
 
 
-class _Entry:
+class _MadeEntry:
     """One run of the training function in one process."""
 
     def __init__(self, task: Task, rank: int, world_size: int, generation: int) -> None:

@@ -207,7 +207,7 @@ class GoesOn(Flow):
         )
 
 
-class InPlace(Flow):
+class InPlaceFlow(Flow):
     """Ranks that recover in place: those that are lost are replaced, all others enter the training function again."""
 
     def __init__(self, context: DrillContext, scene: Scene) -> None:
@@ -288,4 +288,4 @@ def refused_words(report: Report) -> str:
     return f"refused: {lines[1] if len(lines) > 1 else ''.join(lines)}"
 
 
-FLOWS: dict[str, type[Flow]] = {RESTART: Restart, GOES_ON: GoesOn, IN_PLACE: InPlace}
+FLOWS: dict[str, type[Flow]] = {RESTART: Restart, GOES_ON: GoesOn, IN_PLACE: InPlaceFlow}

@@ -32,7 +32,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 
 
-class Journal:
+class JournalFile:
     """An open journal; one writer, which holds the arena's lock."""
 
     def __init__(self, path: Path, fd: int, *, nbytes: int, dropped_nbytes: int) -> None:
@@ -45,7 +45,7 @@ class Journal:
         self._allocate_ahead()
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Journal:
+    def open(cls, path: str | os.PathLike[str]) -> JournalFile:
         """Create or adopt a journal; cuts off a torn or damaged tail and counts it in `dropped_nbytes`."""
         path = Path(path)
         fd = open_file(path.parent, path.name, os.O_RDWR | os.O_CREAT)

@@ -30,7 +30,7 @@ from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import ControllerIdentity
 from memstore.core.wire.messages import (
     Action,
-    Answer,
+    AnswerCall,
     DrainsSeen,
     Event,
     HostBeat,
@@ -44,11 +44,11 @@ from memstore.core.wire.messages import (
 )
 from memstore.core.wire.orders import CallAnswered
 from memstore.core.wire.replies import Status
-from memstore.core.wire.reports import Heartbeat, HolderMessage, Inventory, Outranked
+from memstore.core.wire.reports import Heartbeat, HolderMessage, HostInventory, Outranked
 from memstore.errors import MemstoreError, ProtocolError
 from memstore.shell.controller.event_log import EventLog
 from memstore.shell.controller.holder_session import Session, SessionEnded
-from memstore.shell.controller.membership import Membership
+from memstore.shell.controller.membership import ClusterMembership
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.tls import Tls
 
@@ -98,7 +98,7 @@ class Controller:
     def __init__(
         self,
         config: Config,
-        membership: Membership,
+        membership: ClusterMembership,
         *,
         secret: bytes,
         on_exit: Callable[[str], None] = lambda why: None,
@@ -274,7 +274,7 @@ class Controller:
                 self.machine.lease.is_outranked = True
                 self._is_stale.set()  # the lease thread asks the membership: that may block
             return
-        if isinstance(message, Inventory):
+        if isinstance(message, HostInventory):
             session.is_up, session.incarnation = True, message.incarnation
         self._handle(event_from(host, message, session.asked_s))
 
@@ -297,7 +297,7 @@ class Controller:
             if isinstance(event, Received) and isinstance(called := event.message, Called):
                 # The caller must not wait for an answer that never comes.
                 error = ("InternalError", f"{tag_of(called.call)}: {exc!r}")
-                actions.append(Answer(event.host_id, called.id, None, error))
+                actions.append(AnswerCall(event.host_id, called.id, None, error))
         frames: dict[int, bytes] = {}  # by identity of an order
         for action in actions:
             self._execute(action, frames)
@@ -401,7 +401,7 @@ def event_from(host: str, message: FromSession, asked_s: float) -> Event:
     match message:
         case SessionEnded():
             return HostLost(host, message.why or "connection closed")
-        case Inventory():
+        case HostInventory():
             return HostUp.of(host, message, asked_s)
         case Heartbeat():
             return heartbeat_of(host, message)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from memstore.core.wire.reports import HolderMessage, Inventory, decode_holder_message
+from memstore.core.wire.reports import HolderMessage, HostInventory, decode_holder_message
 from memstore.errors import MemstoreError, ProtocolError, TransportError
 from memstore.shell.net.channel import Channel
 
@@ -55,7 +55,7 @@ class Session:
         try:
             while True:
                 message = decode_holder_message(self.channel.recv(timeout_s=None).data)
-                if isinstance(message, Inventory):
+                if isinstance(message, HostInventory):
                     pages += message.journal
                     if message.has_more:
                         continue

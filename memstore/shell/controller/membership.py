@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 
-class Membership(Protocol):
+class ClusterMembership(Protocol):
     """Small records that outlive any one process. Calls may block and may raise TransportError."""
 
     def announce(self, host_id: str, record: dict[str, Any]) -> None:

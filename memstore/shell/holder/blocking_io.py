@@ -57,7 +57,7 @@ from memstore.shell.holder.rank_connections import RankConnection, RankConnectio
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.holder.send_gate import SendGate
 from memstore.shell.holder.trained_steps import TrainedSteps
-from memstore.shell.peer.client import Peer, RateLimit
+from memstore.shell.peer.client import PeerClient, RateLimit
 from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
 from memstore.shell.threads.priority import lower_thread_priority
 from memstore.shell.threads.waits import OwnThreads, await_ended
@@ -210,7 +210,7 @@ class BlockingIo:
 
     # -- other holders --------------------------------------------------------------------------
 
-    async def reach(self, host: str) -> Peer:
+    async def reach(self, host: str) -> PeerClient:
         """As in HolderIo."""
         with self._released():
             return self.context.peers.peer(host)
@@ -232,7 +232,7 @@ class BlockingIo:
     async def call_peer(self, peer: holder_io.Peer, request: Request[T], *, limit_s: float = CALL_TIMEOUT_S) -> T:
         """As in HolderIo."""
         with self._released():
-            return cast(Peer, peer).call(request, timeout_s=limit_s)
+            return cast(PeerClient, peer).call(request, timeout_s=limit_s)
 
     async def send_chunks(
         self, peer: holder_io.Peer, source: PushSource, chunks: Sequence[int], *, is_repair: bool
@@ -243,7 +243,7 @@ class BlockingIo:
             gate = None if is_repair else self.send_gate.sending(shipment)
             throttle = self._repair_limit if is_repair else None
             sender = self.context.host_id
-            cast(Peer, peer).send_chunks(shipment, chunks, sender=sender, throttle=throttle, gate=gate)
+            cast(PeerClient, peer).send_chunks(shipment, chunks, sender=sender, throttle=throttle, gate=gate)
 
     async def send_whole(
         self, peer: holder_io.Peer, source: PushSource, request: WholeShard, *, is_repair: bool
@@ -253,14 +253,14 @@ class BlockingIo:
         with self._released():
             gate = None if is_repair else self.send_gate.sending(shipment)
             throttle = self._repair_limit if is_repair else None
-            return cast(Peer, peer).send_whole(shipment, request, throttle=throttle, gate=gate)
+            return cast(PeerClient, peer).send_whole(shipment, request, throttle=throttle, gate=gate)
 
     async def receive_chunks(
         self, peer: holder_io.Peer, replica: IncomingReplica, digest: str, chunks: Sequence[int]
     ) -> list[int]:
         """As in HolderIo."""
         with self._released():
-            return cast(Peer, peer).fetch_into(self.replicas, replica, digest, chunks)
+            return cast(PeerClient, peer).fetch_into(self.replicas, replica, digest, chunks)
 
     # -- durable storage ------------------------------------------------------------------------
 

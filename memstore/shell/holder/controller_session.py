@@ -19,9 +19,9 @@ from memstore.core.holder.sessions import Sessions
 from memstore.core.journal.records import paged
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.orders import EchoClock, Order, WriteJournal, decode_order
-from memstore.core.wire.reports import FactsWritten, Heartbeat, HolderMessage, Inventory, Outranked
+from memstore.core.wire.reports import FactsWritten, Heartbeat, HolderMessage, HostInventory, Outranked
 from memstore.errors import PeerUnreachable, TransportError
-from memstore.shell.arena.journal_file import Journal
+from memstore.shell.arena.journal_file import JournalFile
 from memstore.shell.net.channel import Channel
 
 log = logging.getLogger("memstore")
@@ -37,7 +37,7 @@ class ControllerSession:
         self.outbox: queue.Queue[HolderMessage | None] = queue.Queue()
         self.clock_s: float | None = None  # the controller's, as it was sent last in this session (R17)
 
-    def open(self, inventory: Inventory) -> None:
+    def open(self, inventory: HostInventory) -> None:
         """Send the inventory, pages of a long journal first, then what was queued since, in order."""
         *pages, last = paged(inventory.journal)
         for page in pages:
@@ -79,7 +79,7 @@ class ControllerSession:
 class ControllerSessions(Sessions[ControllerSession]):
     """The sessions of one holder on threads: which of them is obeyed is in core/holder/sessions.py."""
 
-    def __init__(self, host_id: str, journal: Journal, term: int) -> None:
+    def __init__(self, host_id: str, journal: JournalFile, term: int) -> None:
         super().__init__(term, journal, lambda seq: self.report(FactsWritten(seq=seq)))
         self.host_id, self.journal = host_id, journal
         self._lock = threading.Lock()
@@ -98,7 +98,7 @@ class ControllerSessions(Sessions[ControllerSession]):
                 session.beat(heartbeat())
 
     def serve(
-        self, channel: Channel, term: int, *, inventory: Callable[[], Inventory], on_open: Callable[[], None],
+        self, channel: Channel, term: int, *, inventory: Callable[[], HostInventory], on_open: Callable[[], None],
         obey: Callable[[Order], None],
     ) -> None:  # fmt: skip
         """Obey a controller until its session ends; refuse one of a lower term (R17).

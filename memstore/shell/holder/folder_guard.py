@@ -16,7 +16,7 @@ from typing import Any
 from memstore.core.holder.lost_files import FileLoss, look
 from memstore.errors import CapacityError
 from memstore.shell.arena.folder import is_at, make_folder, next_incarnation, open_file, write_secret
-from memstore.shell.arena.journal_file import JOURNAL_NAME, Journal
+from memstore.shell.arena.journal_file import JOURNAL_NAME, JournalFile
 from memstore.shell.arena.lock import ArenaLock, LockOwner
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.holder.context import HolderContext
@@ -31,7 +31,7 @@ class FolderGuard:
     """The guard of one holder's folder. One thread calls `look`, a few times a second."""
 
     def __init__(
-        self, context: HolderContext, lock_file: ArenaLock, journal: Journal, secret: bytes, *,
+        self, context: HolderContext, lock_file: ArenaLock, journal: JournalFile, secret: bytes, *,
         records: Callable[[], list[bytes]], incarnation: Callable[[], int], on_lost: Callable[[], None],
     ) -> None:  # fmt: skip
         """Guard the folder as it is now.
@@ -127,7 +127,7 @@ class FolderGuard:
             manifests.close()
         if not self.journal.is_current():
             records = self._records()
-            with contextlib.closing(Journal.open(self.folder / JOURNAL_NAME)) as journal:
+            with contextlib.closing(JournalFile.open(self.folder / JOURNAL_NAME)) as journal:
                 journal.rewrite(records)
 
 

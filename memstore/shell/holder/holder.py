@@ -43,12 +43,12 @@ from memstore.core.wire.orders import (
     TakeIncarnation,
 )
 from memstore.core.wire.rank_messages import ToolHello
-from memstore.core.wire.reports import Heartbeat, Inventory
+from memstore.core.wire.reports import Heartbeat, HostInventory
 from memstore.core.wire.status_rows import HostStats
 from memstore.errors import PeerUnreachable, TransportError
 from memstore.shell.arena.arena import open_store
 from memstore.shell.arena.folder import IdleTime, make_folder, next_incarnation, write_secret
-from memstore.shell.arena.journal_file import Journal
+from memstore.shell.arena.journal_file import JournalFile
 from memstore.shell.arena.lock import ArenaLock, LockOwner, is_alive
 from memstore.shell.arena.memory_limits import admission, beyond_limit, measure
 from memstore.shell.holder.blocking_io import BlockingIo
@@ -70,7 +70,7 @@ from memstore.shell.net.listener import Listener, connect_unix
 from memstore.shell.net.pacing import Pacing
 from memstore.shell.net.tls import Tls
 from memstore.shell.peer.chunk_frames import Damage
-from memstore.shell.peer.client import Peer
+from memstore.shell.peer.client import PeerClient
 from memstore.shell.peer.outgoing_shard import OutgoingShards
 from memstore.shell.peer.server import PeerServer
 from memstore.shell.threads.priority import RankPriority
@@ -126,7 +126,7 @@ class Holder:
             lambda asked, claimed: admission(measure(config.arena_dir), asked_bytes=asked, claimed_bytes=claimed),
         )  # fmt: skip
         self.replicas = open_store(self.folder, chunk_bytes=config.chunk_bytes, limit=limit)
-        self.journal = Journal.open(self.folder / "journal")
+        self.journal = JournalFile.open(self.folder / "journal")
         self.fences = JobFences()
         term = read_journal(self.journal.records(), self.fences)
         self.sessions = ControllerSessions(identity.host_id, self.journal, term)
@@ -197,8 +197,8 @@ class Holder:
         """Send the controller a rank's call, or one of the holder's own."""
         self.sessions.report(Called(id=number, call=request))
 
-    def _connection_pool(self, host: str, endpoints: tuple[Endpoint, ...]) -> Peer:
-        return Peer(
+    def _connection_pool(self, host: str, endpoints: tuple[Endpoint, ...]) -> PeerClient:
+        return PeerClient(
             host, endpoints, secret=self.secret, store=self.config.store, identity=self._identity,
             streams=self.config.streams, damage=self.damage, pacing=self.pacing, tls=self.tls,
         )  # fmt: skip
@@ -255,7 +255,7 @@ class Holder:
         elif isinstance(identity, ReaderIdentity):
             self.peer_server.serve_reader(channel)
 
-    def _inventory(self) -> Inventory:
+    def _inventory(self) -> HostInventory:
         """Return what a controller must know of this host first (R16)."""
         if not self.state.info.endpoints:  # a controller that knows the port of the life before has come first
             raise PeerUnreachable(f"the holder of host {self.state.host_id} is just beginning: connect again")

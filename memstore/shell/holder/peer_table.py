@@ -8,19 +8,19 @@ from collections.abc import Callable
 from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.orders import HostNews
 from memstore.errors import PeerUnreachable
-from memstore.shell.peer.client import Peer
+from memstore.shell.peer.client import PeerClient
 
 
 class PeerTable:
     """The peers of one holder; any thread may use it."""
 
-    def __init__(self, host_id: str, connect: Callable[[str, tuple[Endpoint, ...]], Peer]) -> None:
+    def __init__(self, host_id: str, connect: Callable[[str, tuple[Endpoint, ...]], PeerClient]) -> None:
         """`connect`: makes the pool for a host and where it listens."""
         self._host_id, self._connect = host_id, connect
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, PeerClient] = {}
         self._lock = threading.Lock()
 
-    def peer(self, host_id: str) -> Peer:
+    def peer(self, host_id: str) -> PeerClient:
         """Return the connection pool to a peer of the present view."""
         with self._lock:
             peer = self._peers.get(host_id)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from memstore.core.arena.slot_table import Owner
-from memstore.core.holder.answers import Call
+from memstore.core.holder.answers import ForwardedCall
 from memstore.core.wire.calls import RankCall
 
 
@@ -21,11 +21,11 @@ class Calls:
         """`relay`: sends the controller a question by its number; the numbers begin after `first`."""
         self._relay = relay
         self._lock = threading.Lock()
-        self._waiting: dict[int, Call] = {}
+        self._waiting: dict[int, ForwardedCall] = {}
         # A former life's questions may still be answered, so no number comes twice.
         self._count = secrets.randbits(60) if first is None else first
 
-    def ask(self, call: Call) -> None:
+    def ask(self, call: ForwardedCall) -> None:
         """Send a question. One that is asked again on a new link is the same question: its first answer ends it."""
         with self._lock:
             known = (n for n, c in self._waiting.items() if c.owner is not None and c.owner == call.owner)
@@ -38,7 +38,7 @@ class Calls:
 
     def ask_own(self, request: RankCall) -> None:
         """Send a question of the holder's own."""
-        self.ask(Call(None, "", 0, request))
+        self.ask(ForwardedCall(None, "", 0, request))
 
     def ask_again(self) -> None:
         """Send the questions that are not answered to the controller whose session has begun."""
@@ -47,7 +47,7 @@ class Calls:
         for number, call in waiting:
             self._relay(number, call.request)
 
-    def take(self, number: int) -> Call | None:
+    def take(self, number: int) -> ForwardedCall | None:
         """Return the question that was answered; None if no process waits for it."""
         with self._lock:
             return self._waiting.pop(number, None)

@@ -9,7 +9,7 @@ KEPT = 4096  # puts that the metrics have not counted yet; without metrics they 
 
 
 @dataclass(frozen=True, slots=True)
-class Put:
+class TimedPut:
     """One put of one rank, sealed here."""
 
     job: str
@@ -21,13 +21,13 @@ class PutMeter:
     """The puts since the last `take`; any thread may use it."""
 
     def __init__(self) -> None:
-        self._puts: deque[Put] = deque(maxlen=KEPT)
+        self._puts: deque[TimedPut] = deque(maxlen=KEPT)
 
     def count(self, job: str, stall_s: float, nbytes: int) -> None:
         """Count a put that was sealed."""
-        self._puts.append(Put(job, stall_s, nbytes))
+        self._puts.append(TimedPut(job, stall_s, nbytes))
 
-    def take(self) -> list[Put]:
+    def take(self) -> list[TimedPut]:
         """Return the puts since the last call."""
         taken = []
         while self._puts:

@@ -94,7 +94,7 @@ class RankServer:
     def _take(self, link: RankConnection, message: RankMessage) -> None:
         match message:
             case Called(id=number, call=request):
-                self.calls.ask(answers.Call(link.owner, link.nonce, number, request))
+                self.calls.ask(answers.ForwardedCall(link.owner, link.nonce, number, request))
             case PutReady():
                 self.sealer.add(link, message)
             case Unpin(pin=pin):

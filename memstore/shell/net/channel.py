@@ -57,10 +57,10 @@ class Frame(NamedTuple):
     bulk_bytes: int
 
 
-class SendGate(Protocol):
+class BulkGate(Protocol):
     """Decides when the bytes of a frame may leave."""
 
-    def paced(self, pace: Callable[[], contextlib.AbstractContextManager[None]]) -> SendGate:
+    def paced(self, pace: Callable[[], contextlib.AbstractContextManager[None]]) -> BulkGate:
         """Return a gate that is inside `pace` while bytes leave."""
 
     def parts(
@@ -120,7 +120,7 @@ class Channel:
         """
         self.authenticated = False
         clock = _Clock("TLS handshake", timeout_s)
-        with _Held(self, self._send_lock, clock), _Held(self, self._recv_lock, clock):
+        with _HeldSend(self, self._send_lock, clock), _HeldSend(self, self._recv_lock, clock):
             if isinstance(self._sock, TlsStream):
                 raise errors.InternalError(f"{self.peer}: TLS runs already")
             try:
@@ -143,7 +143,7 @@ class Channel:
         bulk: Sequence[memoryview] = (),
         *,
         deadline_s: float,
-        gate: SendGate | None = None,
+        gate: BulkGate | None = None,
     ) -> None:
         """Send one frame within `deadline_s` seconds from now; the bulk views are sent from where they lie.
 
@@ -153,7 +153,7 @@ class Channel:
         views = [view.cast("B") if view.format != "B" or view.ndim != 1 else view for view in bulk]
         header = wire.pack_header(kind, request_id, packed, sum(view.nbytes for view in views))
         clock = _Clock(f"send {kind.name}", deadline_s)
-        with _Held(self, self._send_lock, clock):
+        with _HeldSend(self, self._send_lock, clock):
             everything = [memoryview(header), memoryview(packed), *views]
             if gate is None:
                 self._send_all(everything, clock)
@@ -168,13 +168,13 @@ class Channel:
     def send_frame(self, frame: bytes, *, deadline_s: float) -> None:
         """Send a frame of `codec.encode_frame` within `deadline_s` seconds from now."""
         clock = _Clock("send a packed frame", deadline_s)
-        with _Held(self, self._send_lock, clock):
+        with _HeldSend(self, self._send_lock, clock):
             self._send_all([memoryview(frame)], clock)
 
     def recv(self, *, timeout_s: float | None) -> Frame:
         """Return the next frame; None waits without limit for one to begin. The last frame's bulk must be taken."""
         clock = _Clock("receive a frame", timeout_s)
-        with _Held(self, self._recv_lock, clock):
+        with _HeldSend(self, self._recv_lock, clock):
             if self._bulk_left:
                 raise errors.InternalError(f"{self._bulk_left:,} bulk bytes of the last frame were not taken")
             self._fill(memoryview(self._header), clock, at_boundary=True)
@@ -202,7 +202,7 @@ class Channel:
             for views, nbytes in zip(chunks, sizes, strict=True):
                 hasher = chunk_hasher()
                 clock = _Clock(f"receive a chunk of {nbytes:,} bytes", timeout_s)
-                with _Held(self, self._recv_lock, clock):
+                with _HeldSend(self, self._recv_lock, clock):
                     self._check_bulk(nbytes)
                     for view in views:
                         self._fill(view, clock, seen=hasher.update)
@@ -210,7 +210,7 @@ class Channel:
                 digests.append(hasher.digest())
             return
         clock = _Clock(f"receive {len(chunks)} chunks", timeout_s)
-        with _Held(self, self._recv_lock, clock):
+        with _HeldSend(self, self._recv_lock, clock):
             self._check_bulk(sum(sizes))
             self._low_water, wake_bytes = -1, 0 if sock.family == socket.AF_UNIX else WAKE_BYTES
             status, found = socket_loops.receive(sock.fileno(), chunks, timeout_s=timeout_s, wake_bytes=wake_bytes)
@@ -236,7 +236,7 @@ class Channel:
         if not self._bulk_left:
             return
         clock = _Clock("skip bulk bytes", timeout_s)
-        with _Held(self, self._recv_lock, clock):
+        with _HeldSend(self, self._recv_lock, clock):
             scratch = memoryview(bytearray(min(self._bulk_left, SKIP_BUFFER_BYTES)))
             while self._bulk_left:
                 part = scratch[: self._bulk_left]
@@ -245,7 +245,7 @@ class Channel:
 
     def request(
         self, body: codec.Message | bytes, bulk: Sequence[memoryview] = (), *, timeout_s: float,
-        gate: SendGate | None = None,
+        gate: BulkGate | None = None,
     ) -> Frame:  # fmt: skip
         """Send a CALL and return its REPLY, both within `timeout_s`; the peer's ERROR is raised here as its class.
 
@@ -413,7 +413,7 @@ class Channel:
         raise errors.PeerUnreachable(story, peer=self.peer, eof=eof and not ours) from cause
 
 
-class _Held:
+class _HeldSend:
     """Holds one of a channel's two locks for a block. A class: a generator costs more, and every frame takes two."""
 
     __slots__ = ("_channel", "_clock", "_lock")

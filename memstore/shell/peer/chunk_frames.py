@@ -16,7 +16,7 @@ from memstore.core.wire.error_message import decode_error
 from memstore.core.wire.frame import BULK_BYTES_MAX, Kind
 from memstore.core.wire.peer_messages import ChunkRun, decode_chunks
 from memstore.errors import ProtocolError
-from memstore.shell.net.channel import Channel, Frame, SendGate
+from memstore.shell.net.channel import BulkGate, Channel, Frame
 
 # -- corruption counts --------------------------------------------------------------------------------
 # What arrived damaged at one holder, as receiver or as client, or at a rank of its host, counted for status (R14).
@@ -61,7 +61,7 @@ RUN_BYTES = BULK_BYTES_MAX  # the larger, the less of the interpreter's lock is 
 SLOW_RUN_BYTES = 16 << 20  # of copies that are held back: a limit acts, and a receiver sees progress, once per run
 
 
-class Run(NamedTuple):
+class ReceivedRun(NamedTuple):
     """One frame's chunks at the receiver: how many it answers for, which are not here now, and the bytes that came."""
 
     answered: int
@@ -87,7 +87,7 @@ def send_run(
     views: Sequence[memoryview | None],
     *,
     timeout_s: float,
-    gate: SendGate | None = None,
+    gate: BulkGate | None = None,
 ) -> None:
     """Send one run; None stands for a chunk that is lacking here. `timeout_s` is for each chunk. TransportError."""
     run = ChunkRun(sizes=tuple(0 if view is None else view.nbytes for view in views))
@@ -98,7 +98,7 @@ def send_run(
 def receive_run(
     channel: Channel, replicas: Store, replica: IncomingReplica, indices: Sequence[int], *,
     take: Callable[[int], list[int]], damage: Damage, timeout_s: float,
-) -> Run:  # fmt: skip
+) -> ReceivedRun:  # fmt: skip
     """Receive the next frame's chunks, the first of `indices`, each digested while it is hot.
 
     Args:
@@ -119,7 +119,7 @@ def receive_run(
 def receive_bulk(
     channel: Channel, replicas: Store, replica: IncomingReplica, indices: Sequence[int], sizes: Sequence[int], *,
     take: Callable[[int], list[int]], damage: Damage, timeout_s: float,
-) -> Run:  # fmt: skip
+) -> ReceivedRun:  # fmt: skip
     """Receive the chunks that are the bulk of the last frame, as `receive_run` does; size 0 for one that is lacking."""
     wanted = [(index, size) for index, size in zip(indices, sizes, strict=False) if size]
     numbers = take(len(wanted)) if wanted else []
@@ -139,8 +139,8 @@ def receive_bulk(
     return _run_of(indices, sizes, here, sum(size for _, _, size, _ in arrived))
 
 
-def _run_of(indices: Sequence[int], sizes: Sequence[int], here: set[int], nbytes: int) -> Run:
-    return Run(len(sizes), [i for i in indices[: len(sizes)] if i not in here], nbytes)
+def _run_of(indices: Sequence[int], sizes: Sequence[int], here: set[int], nbytes: int) -> ReceivedRun:
+    return ReceivedRun(len(sizes), [i for i in indices[: len(sizes)] if i not in here], nbytes)
 
 
 def _run(channel: Channel, replicas: Store, frame: Frame, count: int) -> ChunkRun:

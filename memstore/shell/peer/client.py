@@ -1,6 +1,6 @@
 """Copies shards to and from peers over several streams, every byte digested on arrival (R13, R14).
 
-A `Peer` keeps a pool of authenticated connections to one holder. `send_chunks` sends what the peer lacks of a
+A `PeerClient` keeps a pool of authenticated connections to one holder. `send_chunks` sends what the peer lacks of a
 shard that it was offered; `fetch_into` pulls chunk runs into an incoming replica. Both block, in threads of the caller.
 """
 
@@ -34,7 +34,7 @@ from memstore.core.wire.peer_messages import (
     decode_lacking,
 )
 from memstore.errors import PeerRefused, PeerTimeout, PeerUnreachable, ProtocolError
-from memstore.shell.net.channel import Channel, SendGate
+from memstore.shell.net.channel import BulkGate, Channel
 from memstore.shell.net.host_networks import HostNetworks
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.pacing import Pacing
@@ -51,7 +51,7 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
-class Peer:
+class PeerClient:
     """One other holder."""
 
     def __init__(
@@ -204,7 +204,7 @@ class Peer:
 
     def send_chunks(
         self, shipment: OutgoingReplica, chunks: Sequence[int], *, sender: str, throttle: Throttle | None,
-        gate: SendGate | None = None,
+        gate: BulkGate | None = None,
     ) -> None:  # fmt: skip
         """Send those of a shard's chunks that the peer lacks, over several streams. PeerRefused, TransportError.
 
@@ -224,7 +224,7 @@ class Peer:
 
     def send_whole(
         self, shipment: OutgoingReplica, request: WholeShard, *, throttle: Throttle | None,
-        gate: SendGate | None = None,
+        gate: BulkGate | None = None,
     ) -> HasCopy | ChunksLacking | Refused:  # fmt: skip
         """Send a shard with its manifest in one request. PeerRefused, TransportError; arguments as `send_chunks`."""
 
@@ -247,7 +247,7 @@ class Peer:
         shipment: OutgoingReplica,
         sender: str,
         throttle: Throttle | None,
-        gate: SendGate | None,
+        gate: BulkGate | None,
         batch: list[int],
     ) -> None:
         chunks = zip(batch, shipment.digests(batch), (shipment.sizes[i] for i in batch), strict=True)

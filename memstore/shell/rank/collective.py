@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from memstore.core.wire.calls import AskRollCall as AskRollCall
 from memstore.core.wire.calls import Get, Join, RankCall, ReserveRoom, Rewind, ShardLoaded, Withdraw
-from memstore.core.wire.calls import RollCall as AskRollCall
 from memstore.core.wire.codec import tag_of
 from memstore.core.wire.replies import GetAgain, Joined, NothingStored, RollCalled, ShardPlaced, StepAgreed
 from memstore.errors import PeerTimeout

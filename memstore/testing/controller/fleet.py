@@ -17,7 +17,7 @@ from memstore.core.wire import orders
 from memstore.core.wire.calls import Called
 from memstore.core.wire.ids import Endpoint, WireCopy, WireShard, WireSpec
 from memstore.core.wire.messages import (
-    Answer,
+    AnswerCall,
     Event,
     HostBeat,
     HostInfo,
@@ -51,7 +51,7 @@ class ControllerFleet:
         self.targets: dict[str, list[str]] = {}
         self.rooms: dict[str, orders.Reserve] = {}  # host -> the last reservation that it was ordered
         self.committed: set[int] = set()  # steps whose commit was sent to every host
-        self.answers: list[Answer] = []
+        self.answers: list[AnswerCall] = []
         self._acknowledged: dict[int, int] = {}
         self.machine = ControllerMachine(term=1, now=0.0, wall_offset_s=1e9, rules=Rules(), expected_hosts=self.hosts)
         self.handle(LeaseRenewed(1e9))
@@ -96,7 +96,7 @@ class ControllerFleet:
             actions = self.machine.handle(self.now, waiting.pop())
             self.handle_s += time.process_time() - begun_s
             for action in actions:
-                if isinstance(action, Answer):
+                if isinstance(action, AnswerCall):
                     self.answers.append(action)
                 elif isinstance(action, SendOrder):
                     waiting += self._obey(action)

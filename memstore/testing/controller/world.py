@@ -23,7 +23,7 @@ from memstore.core.report.json_rows import status_fields
 from memstore.core.wire.codec import encode
 from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.messages import (
-    Answer,
+    AnswerCall,
     Body,
     Event,
     HostBeat,
@@ -36,7 +36,7 @@ from memstore.core.wire.messages import (
     Tick,
 )
 from memstore.core.wire.orders import TakeIncarnation, decode_order
-from memstore.core.wire.reports import RankGone
+from memstore.core.wire.reports import ProcessGone
 from memstore.testing.controller.durable import Durable
 from memstore.testing.controller.holder import CHUNKS, FakeHolder, FakeRank, digest_of, plain_event
 from memstore.testing.event_queue import EventQueue
@@ -189,7 +189,7 @@ class ControllerWorld(EventQueue):
             if state.status == "dead" and state.info.incarnation == self._sessions[host][1]:
                 del self._sessions[host]  # declared dead by silence: it needs a new session
 
-    def _arrive(self, action: SendOrder | Answer, host: str, session: tuple[int, int]) -> None:
+    def _arrive(self, action: SendOrder | AnswerCall, host: str, session: tuple[int, int]) -> None:
         holder = self.holders[host]
         if self._sessions.get(host) != session or not holder.is_up:
             return
@@ -299,7 +299,7 @@ class ControllerWorld(EventQueue):
         holder = self.holders[rank.host_id]
         for call_id in [c for c, (nonce, _) in holder.calls.items() if nonce == rank.nonce]:
             del holder.calls[call_id]
-        self._send(holder, Received(rank.host_id, RankGone(nonce=rank.nonce, has_left=has_left)))
+        self._send(holder, Received(rank.host_id, ProcessGone(nonce=rank.nonce, has_left=has_left)))
 
     def call(self, rank: FakeRank, verb: str, **body: Any) -> None:
         """Send a rank's question to the controller."""

@@ -36,7 +36,7 @@ _RESET = struct.pack("ii", 1, 0)  # SO_LINGER on, 0 s: close() sends RST
 
 
 @dataclass(frozen=True)
-class Fault:
+class ProxyFault:
     """A reset or a flip that happens once, at byte `at` of the connection or of a frame with enough payload."""
 
     kind: Literal["reset", "flip"]
@@ -60,23 +60,23 @@ class Direction:
     dropped_count: int = 0  # bytes
     resets_count: int = 0
     flips_count: int = 0
-    _faults: list[Fault] = field(default_factory=list)
+    _faults: list[ProxyFault] = field(default_factory=list)
     _due_s: float = 0.0
 
     def reset(self, part: Part, at: int = 0, *, payload_min: int = 0) -> None:
-        """Reset both ends of one connection in place of a byte; see `Fault`."""
-        self._faults.append(Fault("reset", part, at, payload_min))
+        """Reset both ends of one connection in place of a byte; see `ProxyFault`."""
+        self._faults.append(ProxyFault("reset", part, at, payload_min))
 
     def flip(self, part: Part, at: int = 0, *, payload_min: int = 0, bit: int = 0) -> None:
-        """Flip one bit; see `Fault`."""
-        self._faults.append(Fault("flip", part, at, payload_min, bit))
+        """Flip one bit; see `ProxyFault`."""
+        self._faults.append(ProxyFault("flip", part, at, payload_min, bit))
 
     @property
     def waiting(self) -> int:
         """The faults that have not happened yet."""
         return len(self._faults)
 
-    def _take(self, part_at: Callable[[Fault], int | None]) -> tuple[Fault, int] | None:
+    def _take(self, part_at: Callable[[ProxyFault], int | None]) -> tuple[ProxyFault, int] | None:
         for fault in self._faults:
             at = part_at(fault)
             if at is not None:
@@ -99,7 +99,7 @@ class _Flow:
         self._frame_left = 0
         self._is_framed = True
         self._has_lost = False
-        self._pending: tuple[Fault, int] | None = None  # a fault and its byte of the connection
+        self._pending: tuple[ProxyFault, int] | None = None  # a fault and its byte of the connection
 
     def wants_read(self) -> bool:
         return not (self.is_over or self.direction.stall) and self.queued_bytes < QUEUE_BYTES_MAX

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from memstore.testing.nemesis import leaks
 from memstore.testing.nemesis.load_meter import LoadMeter
-from memstore.testing.nemesis.record import Part, append
-from memstore.testing.nemesis.round import Round
+from memstore.testing.nemesis.record import RecordPart, append
+from memstore.testing.nemesis.round import NemesisRound
 from memstore.testing.nemesis.schedule import COMPOSED, draw, without
 from memstore.testing.nemesis.story import Story
 from memstore.testing.part_records import parts_of
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     for sig in (signal.SIGTERM, signal.SIGINT):  # SIGINT too: it is ignored in a shell's background job
         signal.signal(sig, _end)
     seed = options.seed if options.seed is not None else 1 + len(parts_of(options.out)) if options.out else 1
-    part, broken = Part(seed), 0
+    part, broken = RecordPart(seed), 0
     rng, began_s = random.Random(seed), time.monotonic()
     run = secrets.token_hex(8)
     options.folder = options.folder.resolve()  # it holds durable storage, whose path every process must read alike
@@ -66,7 +66,9 @@ def _end(number: int, _frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-def _play(options: argparse.Namespace, seed: int, nursery: RankNursery, meter: LoadMeter, run: str, part: Part) -> bool:
+def _play(
+    options: argparse.Namespace, seed: int, nursery: RankNursery, meter: LoadMeter, run: str, part: RecordPart
+) -> bool:
     """Play one round and print how it went; return whether it broke a promise."""
     scenario = without(
         draw(seed, shape="ray" if options.ray else options.shape, is_short=options.short), options.without
@@ -74,7 +76,7 @@ def _play(options: argparse.Namespace, seed: int, nursery: RankNursery, meter: L
     folder = options.folder / f"round-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
     began_s = time.monotonic()
-    story = Round(scenario, nursery, meter, folder, run, Path("/dev/shm")).play()
+    story = NemesisRound(scenario, nursery, meter, folder, run, Path("/dev/shm")).play()
     seconds = time.monotonic() - began_s
     part.add(scenario, story, seconds, meter.share())
     print(

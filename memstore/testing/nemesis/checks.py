@@ -8,7 +8,7 @@ from typing import Any
 
 from memstore.testing.nemesis.ledger import Ledger, Step
 from memstore.testing.nemesis.load_meter import LoadMeter
-from memstore.testing.nemesis.schedule import Scenario
+from memstore.testing.nemesis.schedule import NemesisScenario
 from memstore.testing.nemesis.story import Story
 from memstore.testing.ranks.rank import disagreements
 from memstore.testing.ranks.rank_process import RankFailed
@@ -22,7 +22,7 @@ FIRST_PUT_S = 75.0
 class RestoreCheck:
     """The judge of every collective get of a round."""
 
-    def __init__(self, scenario: Scenario, ledger: Ledger, story: Story) -> None:
+    def __init__(self, scenario: NemesisScenario, ledger: Ledger, story: Story) -> None:
         self.scenario, self.ledger, self.story = scenario, ledger, story
 
     def judge(
@@ -79,7 +79,7 @@ class RestoreCheck:
 
 
 def check_put(
-    scenario: Scenario, story: Story, meter: LoadMeter, paused_s: Sequence[Sequence[float]], rank: int,
+    scenario: NemesisScenario, story: Story, meter: LoadMeter, paused_s: Sequence[Sequence[float]], rank: int,
     row: dict[str, Any],
 ) -> None:  # fmt: skip
     """Check that a put did not raise, and blocked no longer than its budget and what the machine overslept."""

@@ -23,14 +23,14 @@ from memstore.testing.faults.processes import send
 from memstore.testing.nemesis.hosts import Hosts
 from memstore.testing.nemesis.ledger import Ledger
 from memstore.testing.nemesis.ray_hosts import RayHosts
-from memstore.testing.nemesis.reading import Reading
-from memstore.testing.nemesis.schedule import Scenario
-from memstore.testing.nemesis.storage import Storage
+from memstore.testing.nemesis.reading import NemesisReading
+from memstore.testing.nemesis.schedule import NemesisScenario
+from memstore.testing.nemesis.storage import NemesisStorage
 from memstore.testing.nemesis.story import Story
 from memstore.testing.ranks.rank_process import RankProcess
 
 if TYPE_CHECKING:
-    from memstore.testing.nemesis.job import Job
+    from memstore.testing.nemesis.job import NemesisJob
 
 CATCH_UP_S = 5.0  # a rank that goes on after a stop may take so long to catch up
 FDS_FULL = 3  # the table is full: the process gets EMFILE for the next descriptor
@@ -57,8 +57,8 @@ class FaultBase:
     """The parts of a round that faults use, the choice of a victim, and the limit on memory that may go."""
 
     def __init__(
-        self, scenario: Scenario, hosts: Hosts, job: Job, ledger: Ledger, story: Story, reading: Reading,
-        storage: Storage,
+        self, scenario: NemesisScenario, hosts: Hosts, job: NemesisJob, ledger: Ledger, story: Story,
+        reading: NemesisReading, storage: NemesisStorage,
     ) -> None:  # fmt: skip
         self.scenario, self.hosts, self.job = scenario, hosts, job
         self.ledger, self.story, self.reading, self.storage = ledger, story, reading, storage

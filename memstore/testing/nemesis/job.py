@@ -21,7 +21,7 @@ from memstore.testing.nemesis.checks import RestoreCheck, check_put
 from memstore.testing.nemesis.hosts import Hosts
 from memstore.testing.nemesis.ledger import Ledger
 from memstore.testing.nemesis.load_meter import LoadMeter
-from memstore.testing.nemesis.schedule import Scenario
+from memstore.testing.nemesis.schedule import NemesisScenario
 from memstore.testing.nemesis.story import Story
 from memstore.testing.ranks.rank_process import RankFailed, RankNursery, RankProcess
 
@@ -37,11 +37,17 @@ class JobEnded(Exception):
     """The end of a launch: a rank is gone, or the round demands it."""
 
 
-class Job(threading.Thread):
+class NemesisJob(threading.Thread):
     """The thread that launches the job until `end`; `hold` keeps it dead, `release` lets it be launched again."""
 
     def __init__(
-        self, scenario: Scenario, hosts: Hosts, nursery: RankNursery, ledger: Ledger, story: Story, meter: LoadMeter
+        self,
+        scenario: NemesisScenario,
+        hosts: Hosts,
+        nursery: RankNursery,
+        ledger: Ledger,
+        story: Story,
+        meter: LoadMeter,
     ) -> None:
         super().__init__(name="nemesis-job", daemon=True)
         self.scenario, self.hosts, self.nursery = scenario, hosts, nursery

@@ -18,7 +18,7 @@ from memstore.testing.faults.arena_files import holder_process
 from memstore.testing.faults.processes import Process, kill, process_of, send
 from memstore.testing.nemesis.hosts import Hosts
 from memstore.testing.nemesis.ledger import Ledger
-from memstore.testing.nemesis.schedule import Scenario
+from memstore.testing.nemesis.schedule import NemesisScenario
 from memstore.testing.nemesis.story import Story
 
 CHUNK_BYTES = 64 << 10
@@ -27,7 +27,9 @@ CHUNK_BYTES = 64 << 10
 class RayHosts(Hosts):
     """The hosts on Ray; the first one carries its head and cannot be lost."""
 
-    def __init__(self, scenario: Scenario, ledger: Ledger, story: Story, arena_dir: Path, arena_bytes: int) -> None:
+    def __init__(
+        self, scenario: NemesisScenario, ledger: Ledger, story: Story, arena_dir: Path, arena_bytes: int
+    ) -> None:
         config = Config(
             store=scratch_store_name("n"), arena_bytes=arena_bytes, arena_dir=str(arena_dir),
             chunk_bytes=CHUNK_BYTES, interface="127.0.0.1", **scenario.store_fields,

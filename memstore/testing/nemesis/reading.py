@@ -15,7 +15,7 @@ from typing import Any
 from memstore.testing.nemesis.checks import check_read
 from memstore.testing.nemesis.hosts import Hosts
 from memstore.testing.nemesis.observer import Observer
-from memstore.testing.nemesis.schedule import Scenario
+from memstore.testing.nemesis.schedule import NemesisScenario
 from memstore.testing.nemesis.story import Story
 from memstore.testing.ranks.rank_process import RankFailed, RankNursery
 
@@ -25,18 +25,18 @@ VERBS = (("status",), ("ls",), ("ls", "{job}"), ("verify",), ("events", "{job}")
 EXIT_CODES = (0, 1, 2, 3, 4)
 
 
-class Reading:
+class NemesisReading:
     """The thread that asks, a context manager; a question that comes while another one is asked is dropped."""
 
     def __init__(
-        self, scenario: Scenario, hosts: Hosts, nursery: RankNursery, observer: Observer, story: Story, job: str
+        self, scenario: NemesisScenario, hosts: Hosts, nursery: RankNursery, observer: Observer, story: Story, job: str
     ) -> None:
         self.scenario, self.hosts, self.nursery = scenario, hosts, nursery
         self.observer, self.story, self.job = observer, story, job
         self._work: queue.Queue[Callable[[], object] | None] = queue.Queue(1)
         self._thread = threading.Thread(target=self._run, name="nemesis-reading", daemon=True)
 
-    def __enter__(self) -> Reading:
+    def __enter__(self) -> NemesisReading:
         self._thread.start()
         return self
 

@@ -7,14 +7,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from memstore.testing.nemesis.schedule import Scenario
+from memstore.testing.nemesis.schedule import NemesisScenario
 from memstore.testing.nemesis.story import Story
 from memstore.testing.part_records import parts_of, source_commit, write_parts
 
 STORY_LINES_MAX = 120
 
 
-class Part:
+class RecordPart:
     """A part of the record: one run of the program."""
 
     def __init__(self, seed: int) -> None:
@@ -25,7 +25,7 @@ class Part:
             "faults": {}, "counts": {}, "violations": [],
         }  # fmt: skip
 
-    def add(self, scenario: Scenario, story: Story, seconds: float, load: float) -> None:
+    def add(self, scenario: NemesisScenario, story: Story, seconds: float, load: float) -> None:
         """Add a round."""
         body = self.body
         body["rounds"] += 1
@@ -58,7 +58,7 @@ def shortened(lines: list[str]) -> list[str]:
     return [*lines[:2], f"... {first - 2} lines left out", *cut]
 
 
-def append(path: Path, part: Part) -> dict[str, Any]:
+def append(path: Path, part: RecordPart) -> dict[str, Any]:
     """Write the record with this part at its end, or in place of its former state; return the sums."""
     parts = [known for known in parts_of(path) if known["date"] != part.body["date"]]
     parts.append(part.body)

@@ -16,14 +16,14 @@ from memstore.testing.nemesis import leaks
 from memstore.testing.nemesis.checks import wait_limit_s
 from memstore.testing.nemesis.faults_files import Faults
 from memstore.testing.nemesis.hosts import Hosts
-from memstore.testing.nemesis.job import JOB, Job
+from memstore.testing.nemesis.job import JOB, NemesisJob
 from memstore.testing.nemesis.ledger import Ledger
 from memstore.testing.nemesis.load_meter import LoadMeter
 from memstore.testing.nemesis.observer import Observer, incomplete
 from memstore.testing.nemesis.ray_hosts import RayHosts
-from memstore.testing.nemesis.reading import Reading
-from memstore.testing.nemesis.schedule import Scenario
-from memstore.testing.nemesis.storage import Storage
+from memstore.testing.nemesis.reading import NemesisReading
+from memstore.testing.nemesis.schedule import NemesisScenario
+from memstore.testing.nemesis.storage import NemesisStorage
 from memstore.testing.nemesis.story import Story
 from memstore.testing.ranks.rank_process import LOG_VARIABLE, RankNursery
 
@@ -36,11 +36,11 @@ HOSTS_LIVE_S = 30.0
 QUIET_S = 1.0
 
 
-class Round:
+class NemesisRound:
     """A round of one scenario; `story` has what happened."""
 
     def __init__(
-        self, scenario: Scenario, nursery: RankNursery, meter: LoadMeter, folder: Path, run: str, shm: Path
+        self, scenario: NemesisScenario, nursery: RankNursery, meter: LoadMeter, folder: Path, run: str, shm: Path
     ) -> None:
         self.scenario, self.nursery, self.meter, self.folder, self.run = scenario, nursery, meter, folder, run
         self.story = Story()
@@ -69,7 +69,7 @@ class Round:
 
     def _play(self, stack: contextlib.ExitStack) -> None:
         scenario = self.scenario
-        storage = stack.enter_context(Storage(scenario.storage, self.folder / "storage"))
+        storage = stack.enter_context(NemesisStorage(scenario.storage, self.folder / "storage"))
         if scenario.shape == "ray":
             self.hosts: Hosts = RayHosts(scenario, self.ledger, self.story, self.arena_dir, ARENA_BYTES)
         else:
@@ -79,9 +79,11 @@ class Round:
         if storage.url is not None:
             scenario.job_fields.update(durable=storage.url, durable_every=5)
         self.hosts.open()
-        self.job = Job(scenario, self.hosts, self.nursery, self.ledger, self.story, self.meter)
+        self.job = NemesisJob(scenario, self.hosts, self.nursery, self.ledger, self.story, self.meter)
         self.observer = stack.enter_context(Observer(self.hosts, self.story, JOB))
-        self.reading = stack.enter_context(Reading(scenario, self.hosts, self.nursery, self.observer, self.story, JOB))
+        self.reading = stack.enter_context(
+            NemesisReading(scenario, self.hosts, self.nursery, self.observer, self.story, JOB)
+        )
         self.faults = Faults(scenario, self.hosts, self.job, self.ledger, self.story, self.reading, storage)
         stack.callback(self.job.end)
         self.job.start()

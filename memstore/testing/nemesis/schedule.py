@@ -23,7 +23,7 @@ STORAGES = ("", "", "directory", "s3")
 
 
 @dataclass(frozen=True)
-class Scenario:
+class NemesisScenario:
     """The hosts, the job and the faults of one round."""
 
     seed: int
@@ -69,7 +69,7 @@ class Scenario:
         )
 
 
-def draw(seed: int, *, shape: str = "", is_short: bool = False) -> Scenario:
+def draw(seed: int, *, shape: str = "", is_short: bool = False) -> NemesisScenario:
     """Return the round of a seed; `shape` limits it to one shape, `is_short` to some seconds."""
     rng = random.Random(seed)
     if not shape:
@@ -92,7 +92,7 @@ def draw(seed: int, *, shape: str = "", is_short: bool = False) -> Scenario:
     abandoned_arena_ttl_s = rng.uniform(13.0, 16.0) if has_days else 86_400.0  # a holder notes the time every 10 s
     job_ttl_s = rng.uniform(3.0, 8.0) if storage and rng.random() < 0.3 else 86_400.0
     is_tight = shape == "rack_then_host"  # little memory, and a launcher that notices late
-    replay = Scenario(
+    replay = NemesisScenario(
         seed=seed, shape=shape, hosts=hosts, replicas=replicas, keep_steps=1 if is_tight else rng.choice((1, 1, 2, 3)),
         world_size=world_size, kib=rng.choice((64, 128, 320, 512)),
         has_key=rng.random() < 0.3, step_s=rng.choice((0.05, 0.1, 0.2)), stall_budget_s=rng.choice((1.0, 2.0, 5.0)),
@@ -110,12 +110,12 @@ def draw(seed: int, *, shape: str = "", is_short: bool = False) -> Scenario:
     return _with(replay, faults, ending)
 
 
-def without(scenario: Scenario, kinds: Collection[str]) -> Scenario:
+def without(scenario: NemesisScenario, kinds: Collection[str]) -> NemesisScenario:
     """Return the round without the faults of some kinds; the rest is as it was drawn."""
     return replace(scenario, faults=tuple(fault for fault in scenario.faults if fault.kind not in kinds))
 
 
-def _with(scenario: Scenario, faults: list[Fault], ending: str) -> Scenario:
+def _with(scenario: NemesisScenario, faults: list[Fault], ending: str) -> NemesisScenario:
     fields = {
         "abandoned_arena_ttl_s": scenario.abandoned_arena_ttl_s, "recovery_grace_s": 10.0, "detect": 3.0,
     }  # fmt: skip
@@ -126,7 +126,7 @@ def _with(scenario: Scenario, faults: list[Fault], ending: str) -> Scenario:
     return replace(scenario, faults=tuple(sorted(faults)), ending=ending, store_fields=fields, job_fields=job_fields)
 
 
-def _random_faults(rng: random.Random, scenario: Scenario, seconds: float) -> list[Fault]:
+def _random_faults(rng: random.Random, scenario: NemesisScenario, seconds: float) -> list[Fault]:
     kinds = weights("ray" if scenario.shape == "ray" else "processes")
     if scenario.shape == "kills":
         kinds = {kind: kinds[kind] for kind in KILLS}
@@ -147,19 +147,19 @@ def _fault(rng: random.Random, at_s: float, kind: str, for_s: float = 0.0, **cho
     return Fault(at_s, kind, for_s=for_s, **{**drawn, **chosen})
 
 
-def _folder_then_train(rng: random.Random, scenario: Scenario) -> list[Fault]:
+def _folder_then_train(rng: random.Random, scenario: NemesisScenario) -> list[Fault]:
     """Kill a holder, remove its arena file or folder, and start a new one while its rank trains."""
     at_s = rng.uniform(2.0, 4.0)
     return [_fault(rng, at_s, "replace-arena", rng.choice((0.0, 0.5, 2.0))), _fault(rng, at_s + 6.0, "read")]
 
 
-def _days_then_restart(rng: random.Random, scenario: Scenario) -> list[Fault]:
+def _days_then_restart(rng: random.Random, scenario: NemesisScenario) -> list[Fault]:
     """Train for longer than abandoned_arena_ttl_s, then kill everything and start it again."""
     at_s = scenario.abandoned_arena_ttl_s + rng.uniform(2.0, 4.0)
     return [_fault(rng, at_s, rng.choice(("reboot-all", "reboot-all", "kill-holder")), rng.uniform(0.0, 1.0))]
 
 
-def _rack_then_host(rng: random.Random, scenario: Scenario) -> list[Fault]:
+def _rack_then_host(rng: random.Random, scenario: NemesisScenario) -> list[Fault]:
     """Replace a rack host by host and end the job; the round's ending then loses a host of the other rack."""
     at_s, gap_s = rng.uniform(2.0, 4.0), rng.choice((0.3, 0.6, 1.2))
     of_rack = rng.sample([0, 1], 2)
@@ -169,19 +169,19 @@ def _rack_then_host(rng: random.Random, scenario: Scenario) -> list[Fault]:
     ]
 
 
-def _clock_back(rng: random.Random, scenario: Scenario) -> list[Fault]:
+def _clock_back(rng: random.Random, scenario: NemesisScenario) -> list[Fault]:
     """Restart a holder or the controller with a clock that was set back or forth."""
     return [_fault(rng, rng.uniform(2.0, 4.0), "step-clock", rng.choice((0.0, 1.0)))]
 
 
-def _memory_lost(rng: random.Random, scenario: Scenario) -> list[Fault]:
+def _memory_lost(rng: random.Random, scenario: NemesisScenario) -> list[Fault]:
     """Let storage fail for a while and work again, then lose the memory of all hosts."""
     at_s = rng.uniform(1.0, 2.0)
     broken = _fault(rng, at_s, "durable-broken", rng.choice((0.3, 1.5)))
     return [broken, _fault(rng, at_s + rng.uniform(6.0, 9.0), "lose-everything", rng.choice((0.0, 1.0)))]
 
 
-def _live_folder(rng: random.Random, scenario: Scenario) -> list[Fault]:
+def _live_folder(rng: random.Random, scenario: NemesisScenario) -> list[Fault]:
     """Remove files of a live holder's folder; in half of the rounds replace the controller then."""
     at_s = rng.uniform(2.0, 4.0)
     found = [_fault(rng, at_s, "remove-files")]

@@ -13,7 +13,7 @@ from memstore.testing.faults.s3_server import HttpFaults, S3Server, server_envir
 BUCKET = "nemesis"
 
 
-class Storage:
+class NemesisStorage:
     """The storage of a round, a context manager; `url` is the value of `durable=`, None for none."""
 
     def __init__(self, kind: str, folder: Path) -> None:
@@ -23,7 +23,7 @@ class Storage:
         self.faults: HttpFaults | None = None
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Storage:
+    def __enter__(self) -> NemesisStorage:
         if self.kind == "directory":
             self.place = self.folder / "durable"
             self.place.mkdir(parents=True)

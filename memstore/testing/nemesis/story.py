@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Violation:
+class BrokenPromise:
     """A promise that was broken."""
 
     kind: str
@@ -23,7 +23,7 @@ class Story:
 
     began_s: float = field(default_factory=time.monotonic)
     lines: list[str] = field(default_factory=list)
-    violations: list[Violation] = field(default_factory=list)
+    violations: list[BrokenPromise] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)  # gets, bytes, commits and the like
     faults: Counter[str] = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -46,7 +46,7 @@ class Story:
     def violate(self, kind: str, text: str) -> None:
         """Note that a promise was broken; the round goes on, to show the consequences."""
         with self.lock:
-            self.violations.append(Violation(kind, self.now_s(), text))
+            self.violations.append(BrokenPromise(kind, self.now_s(), text))
         self.log(f"VIOLATION {kind}: {text}")
 
     def add(self, what: str, count: int = 1) -> None:

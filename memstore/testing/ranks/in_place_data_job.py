@@ -31,7 +31,7 @@ class DataEnd:
     kept_worker_pids: frozenset[int]  # that loaded in the last generation and in one before it
 
 
-class Samples(Dataset[tuple[int, int]]):
+class IndexedSamples(Dataset[tuple[int, int]]):
     """Samples that tell which process loaded them."""
 
     def __len__(self) -> int:
@@ -44,7 +44,7 @@ class Samples(Dataset[tuple[int, int]]):
 def ordered_loader(rank: int, world_size: int) -> Any:
     """Return a DataLoader whose workers live as long as it does."""
     order = SampleOrder(LENGTH, global_batch=GLOBAL_BATCH, rank=rank, world_size=world_size, seed=SEED)
-    return DataLoader(Samples(), batch_sampler=order, num_workers=1, persistent_workers=True)
+    return DataLoader(IndexedSamples(), batch_sampler=order, num_workers=1, persistent_workers=True)
 
 
 def stateful_loader(rank: int, world_size: int) -> Any:
@@ -52,9 +52,9 @@ def stateful_loader(rank: int, world_size: int) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
     from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-    sampler = StatefulDistributedSampler(Samples(), world_size, rank, seed=SEED, drop_last=True)
+    sampler = StatefulDistributedSampler(IndexedSamples(), world_size, rank, seed=SEED, drop_last=True)
     return StatefulDataLoader(
-        Samples(), batch_size=GLOBAL_BATCH // world_size, sampler=sampler, num_workers=1, drop_last=True
+        IndexedSamples(), batch_size=GLOBAL_BATCH // world_size, sampler=sampler, num_workers=1, drop_last=True
     )
 
 

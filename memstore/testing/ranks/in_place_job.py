@@ -25,7 +25,7 @@ SPARES_S = 120.0
 
 
 @dataclass(frozen=True)
-class RankEnd:
+class InPlaceRankEnd:
     """What a rank returns: its process, its last generation, the losses of the steps that it trained in that."""
 
     pid: int
@@ -34,10 +34,10 @@ class RankEnd:
     losses: dict[int, str]
 
 
-_END = msgspec.json.Decoder(RankEnd)
+_END = msgspec.json.Decoder(InPlaceRankEnd)
 
 
-def train(store_name: str, job: str, faults: Mapping[tuple[int, int], str], device: str = "cpu") -> RankEnd:
+def train(store_name: str, job: str, faults: Mapping[tuple[int, int], str], device: str = "cpu") -> InPlaceRankEnd:
     """Train to the end.
 
     Args:
@@ -66,7 +66,7 @@ def train(store_name: str, job: str, faults: Mapping[tuple[int, int], str], devi
             store.put(step, {"weights": weights})
             if step == FAULT_AT + now.number:
                 _fail(faults.get((now.number, store.rank), ""), store)
-    return RankEnd(os.getpid(), now.number, now.is_first_here, losses)
+    return InPlaceRankEnd(os.getpid(), now.number, now.is_first_here, losses)
 
 
 @reentrant
@@ -132,7 +132,7 @@ def train_beside_spares(here: Announced, args: Mapping[str, Any]) -> None:
     _train_and_tell(args)
 
 
-def end_of(folder: Path, rank: int) -> RankEnd:
+def end_of(folder: Path, rank: int) -> InPlaceRankEnd:
     """Return what a rank wrote."""
     return _END.decode((folder / f"{rank}.json").read_bytes())
 

@@ -11,7 +11,7 @@ from memstore.testing.ranks.rank import RankProgram
 from memstore.testing.ranks.rank_process import nursery_main
 
 
-class SharedShardRank(RankProgram):
+class SharedShardProcess(RankProgram):
     """A rank whose state follows from its shard and step; `own` names the rank."""
 
     @property
@@ -48,4 +48,4 @@ class SharedShardRank(RankProgram):
 
 
 if __name__ == "__main__":
-    nursery_main(SharedShardRank)
+    nursery_main(SharedShardProcess)

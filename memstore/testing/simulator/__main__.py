@@ -14,7 +14,7 @@ from pathlib import Path
 from memstore.testing.part_records import source_commit
 from memstore.testing.simulator.planted.catalogue import table
 from memstore.testing.simulator.run import corpus
-from memstore.testing.simulator.run.campaign import COMMAND, Outcome, failure_text, play, run
+from memstore.testing.simulator.run.campaign import COMMAND, RunOutcome, failure_text, play, run
 from memstore.testing.simulator.run.record import play_on
 from memstore.testing.simulator.world.scenario import Scenario, draw
 
@@ -30,10 +30,10 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if options.seed is not None or options.scenario is not None:
         return _replay(options.scenario or draw(options.seed))
-    failed: list[Outcome] = []
+    failed: list[RunOutcome] = []
     played = 0
 
-    def on_outcome(outcome: Outcome) -> None:
+    def on_outcome(outcome: RunOutcome) -> None:
         nonlocal played
         played += 1
         if outcome.rule:
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         commit, date = source_commit() or "unknown", datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
         for outcome in failed:
             why = outcome.why.strip().splitlines()[-1]
-            corpus.record(corpus.Row(outcome.rule, date, commit, why, draw(outcome.seed)), options.corpus)
+            corpus.record(corpus.CorpusRow(outcome.rule, date, commit, why, draw(outcome.seed)), options.corpus)
     return 1 if failed else 0
 
 

@@ -27,7 +27,7 @@ from memstore.testing.nemesis.faults_files import PLAYED
 from memstore.testing.nemesis.ledger import Ledger
 from memstore.testing.nemesis.load_meter import LoadMeter
 from memstore.testing.nemesis.observer import incomplete
-from memstore.testing.nemesis.record import Part, append, shortened
+from memstore.testing.nemesis.record import RecordPart, append, shortened
 from memstore.testing.nemesis.schedule import COMPOSED, draw
 from memstore.testing.nemesis.story import Story
 from memstore.testing.ranks.rank import PutRow
@@ -256,7 +256,7 @@ def test_the_record_grows_by_every_part(tmp_path: Path) -> None:
     path, story = tmp_path / "record.json", Story()
     story.fault("kill-holder", "h1")
     story.violate("stall", "for long")
-    first, second = Part(1), Part(2)
+    first, second = RecordPart(1), RecordPart(2)
     first.body["date"], second.body["date"] = "1", "2"
     first.add(draw(1), Story(), 5.0, 0.1)
     append(path, first)

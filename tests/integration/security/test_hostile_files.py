@@ -21,7 +21,7 @@ from memstore.config import Config
 from memstore.shell.arena import folder as arena_folder
 from memstore.shell.arena.arena import Arena
 from memstore.shell.arena.folder import IdleTime, next_incarnation
-from memstore.shell.arena.journal_file import Journal
+from memstore.shell.arena.journal_file import JournalFile
 from memstore.shell.arena.lock import ArenaLock
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.durable.directory import DirectoryFiles
@@ -42,7 +42,7 @@ OPENERS: dict[str, Callable[[Path], Any]] = {
     "incarnation": next_incarnation,
     "arena": lambda folder: Arena.open(folder, limit_bytes=1 << 16, chunk_bytes=4096).close(),
     "slots": lambda folder: Arena.open(folder, limit_bytes=1 << 16, chunk_bytes=4096).close(),
-    "journal": lambda folder: Journal.open(folder / "journal").close(),
+    "journal": lambda folder: JournalFile.open(folder / "journal").close(),
     ".journal-new": lambda folder: _rewrite(folder),
     f"manifests/{NAME}": lambda folder: ManifestFolder.open(folder).load(NAME),
     f"manifests/.new-{NAME}": lambda folder: ManifestFolder.open(folder).save(NAME, b"manifest"),
@@ -56,7 +56,7 @@ def without_pid(name: str) -> str:
 
 
 def _rewrite(folder: Path) -> None:
-    journal = Journal.open(folder / "journal")
+    journal = JournalFile.open(folder / "journal")
     try:
         journal.rewrite([b"fact"])
     finally:

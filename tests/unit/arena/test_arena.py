@@ -16,7 +16,7 @@ from memstore.core.arena.slot_table import SlotState
 from memstore.core.format.manifest import manifest_name
 from memstore.errors import CapacityError, ClosedError, ConfigError, IntegrityError
 from memstore.shell.arena.arena import Arena
-from memstore.shell.arena.journal_file import Journal
+from memstore.shell.arena.journal_file import JournalFile
 from memstore.shell.arena.lock import ArenaLock
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.arena.mapping import ArenaMapping
@@ -324,7 +324,7 @@ def test_full_file_system_is_an_error_and_harms_nothing(small_tmpfs: Path) -> No
         assert all(bytes(arena.view(slot)) == bytes([slot]) * CHUNK for slot in range(40))
         assert arena.grow(60) == 60
         room = os.statvfs(small_tmpfs)
-        manifests, journal = ManifestFolder.open(folder), Journal.open(folder / "journal")
+        manifests, journal = ManifestFolder.open(folder), JournalFile.open(folder / "journal")
         name = manifest_name(ShardId("j", 1, 2, 3), "ab")
         manifests.save(name, b"small")
         journal.append([b"fact"])

@@ -10,7 +10,7 @@ import pytest
 from memstore.core.format.manifest import manifest_name
 from memstore.errors import CapacityError, ClosedError, ConfigError
 from memstore.shell.arena import journal_file as journal_module
-from memstore.shell.arena.journal_file import Journal
+from memstore.shell.arena.journal_file import JournalFile
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.testing.clusters.scratch_folder import scratch_folder
 from recovery.inventory import ShardId
@@ -28,7 +28,7 @@ def folder() -> Iterator[Path]:
 
 def written(folder: Path) -> Path:
     path = folder / "journal"
-    journal = Journal.open(path)
+    journal = JournalFile.open(path)
     journal.append(RECORDS[:1])
     journal.append(RECORDS[1:])
     journal.close()
@@ -37,7 +37,7 @@ def written(folder: Path) -> Path:
 
 def test_records_come_back_in_order(folder: Path) -> None:
     """R16: what was appended is there after reopening, and appending goes on behind it."""
-    journal = Journal.open(written(folder))
+    journal = JournalFile.open(written(folder))
     assert (journal.records(), journal.dropped_nbytes) == (RECORDS, 0)
     assert journal.nbytes == (folder / "journal").stat().st_size
     journal.append([b"four"])
@@ -56,7 +56,7 @@ def test_every_torn_tail_keeps_the_whole_records(folder: Path) -> None:
         ends.append(ends[-1] + FRAME_NBYTES + len(record))
     for cut in [*range(60), len(whole) - 1]:
         path.write_bytes(whole[:cut])
-        journal = Journal.open(path)
+        journal = JournalFile.open(path)
         kept = sum(end <= cut for end in ends[1:])
         assert journal.records() == RECORDS[:kept]
         assert journal.dropped_nbytes == cut - ends[kept]
@@ -72,7 +72,7 @@ def test_a_flipped_bit_ends_the_journal_there(folder: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 0x40
     path.write_bytes(data)
-    journal = Journal.open(path)
+    journal = JournalFile.open(path)
     records = journal.records()
     assert records == RECORDS[: len(records)]
     assert len(records) < len(RECORDS)
@@ -82,7 +82,7 @@ def test_a_flipped_bit_ends_the_journal_there(folder: Path, at: int) -> None:
 
 def test_what_is_appended_behind_damage_is_read_once_the_journal_was_shown(folder: Path) -> None:
     """R16: a controller sends what a shown journal lacks at its end: it must not lie behind a damaged record."""
-    journal = Journal.open(written(folder))
+    journal = JournalFile.open(written(folder))
     with (folder / "journal").open("r+b") as file:
         file.seek(-10, 2)
         file.write(b"?")
@@ -91,18 +91,18 @@ def test_what_is_appended_behind_damage_is_read_once_the_journal_was_shown(folde
     journal.append(RECORDS[2:])
     assert journal.records() == RECORDS
     journal.close()
-    journal = Journal.open(folder / "journal")
+    journal = JournalFile.open(folder / "journal")
     assert (journal.records(), journal.dropped_nbytes) == (RECORDS, 0)
     journal.close()
 
 
 def test_rewrite_replaces_all_at_once(folder: Path) -> None:
     """A compaction leaves the new records and no temporary file, and can be appended to."""
-    journal = Journal.open(written(folder))
+    journal = JournalFile.open(written(folder))
     journal.rewrite([b"snapshot"])
     journal.append([b"after"])
     journal.close()
-    journal = Journal.open(folder / "journal")
+    journal = JournalFile.open(folder / "journal")
     assert journal.records() == [b"snapshot", b"after"]
     journal.rewrite([])
     assert (journal.records(), journal.nbytes) == ([], 0)
@@ -114,7 +114,7 @@ def test_oversized_records_are_refused(folder: Path, monkeypatch: pytest.MonkeyP
     """A record above the cap is refused, with the others of its batch; a longer length on disk is damage."""
     path = written(folder)
     monkeypatch.setattr(journal_module, "RECORD_NBYTES_MAX", 100)
-    journal = Journal.open(path)
+    journal = JournalFile.open(path)
     assert journal.records() == RECORDS[:2]
     for write in (journal.append, journal.rewrite):
         with pytest.raises(CapacityError, match="101 bytes exceeds the limit of 100"):
@@ -138,7 +138,7 @@ def test_manifest_names_are_safe_and_distinct() -> None:
 
 def test_what_a_cleaner_removes_is_still_read(folder: Path) -> None:
     """Journal and manifests without their names are read as before, said to be gone, and written to another place."""
-    manifests, journal = ManifestFolder.open(folder), Journal.open(folder / "journal")
+    manifests, journal = ManifestFolder.open(folder), JournalFile.open(folder / "journal")
     names = sorted(manifest_name(ShardId("j", 1, 2, rank), "d") for rank in range(2))
     for name in names:
         manifests.save(name, name.encode())

@@ -25,7 +25,7 @@ from memstore.core.holder.puts import push
 from memstore.core.wire.handshake import ControllerIdentity
 from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.orders import PushTargets
-from memstore.core.wire.reports import Heartbeat, HolderMessage, Inventory, decode_holder_message
+from memstore.core.wire.reports import Heartbeat, HolderMessage, HostInventory, decode_holder_message
 from memstore.errors import ConfigError, PeerTimeout
 from memstore.shell.controller.controller import Controller
 from memstore.shell.holder.holder import Holder
@@ -85,7 +85,7 @@ def test_a_holder_listens_on_its_interface_and_port_only(monkeypatch: pytest.Mon
         assert (holder.state.info.endpoints[0].address, holder.state.info.endpoints[0].port) == ("127.0.0.2", port)
         with as_controller(holder, "127.0.0.2", port) as channel:
             inventory = decode_holder_message(channel.recv(timeout_s=WAIT_S).data)
-            assert isinstance(inventory, Inventory)
+            assert isinstance(inventory, HostInventory)
             assert inventory.endpoints == (Endpoint("127.0.0.2", port),)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
@@ -101,7 +101,7 @@ def test_a_holder_listens_on_all_its_networks_and_names_them(monkeypatch: pytest
         for address in ("127.0.0.2", "127.0.0.3"):
             with as_controller(holder, address, port) as channel:
                 inventory = decode_holder_message(channel.recv(timeout_s=WAIT_S).data)
-                assert isinstance(inventory, Inventory)
+                assert isinstance(inventory, HostInventory)
                 assert inventory.endpoints == (Endpoint("127.0.0.3", port), Endpoint("127.0.0.2", port))
     with pytest.raises(ConfigError, match=r"'ib0' and '127\.0\.0\.2', which are the same address"):
         interface.resolve_interfaces(("ib0", "127.0.0.2"))
@@ -150,7 +150,7 @@ def test_a_holder_beats_as_often_as_its_config_says(monkeypatch: pytest.MonkeyPa
         a_holder() as holder,
         as_controller(holder, holder.state.info.endpoints[0].address, holder.state.info.endpoints[0].port) as channel,
     ):
-        assert isinstance(decode_holder_message(channel.recv(timeout_s=WAIT_S).data), Inventory)
+        assert isinstance(decode_holder_message(channel.recv(timeout_s=WAIT_S).data), HostInventory)
         assert Heartbeat not in kinds_until_silent(channel, silent_s=1.5)
 
 

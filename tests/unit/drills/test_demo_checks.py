@@ -19,7 +19,7 @@ from memstore.demo.checks import (
     committed_step,
     steps_redone,
 )
-from memstore.demo.records import Joined, Restored, Run, StepRun, read_run, write
+from memstore.demo.records import JoinedRecord, RestoredRecord, RunRecord, StepRun, read_run, write
 
 STEPS = 8
 HOSTS = ["h1", "h3", "h2", "h4"]
@@ -34,26 +34,28 @@ def ran(attempt: int, steps: range, start_s: float, rank: int = 0) -> list[StepR
     return [StepRun(attempt, rank, s, loss(s), s - 1, 0.001, start_s + i) for i, s in enumerate(steps)]
 
 
-def joined(attempt: int, hosts: list[str], wall_s: float) -> list[Joined]:
-    return [Joined(attempt, rank, host, 100 * attempt + rank, wall_s, 0.1, wall_s) for rank, host in enumerate(hosts)]
+def joined(attempt: int, hosts: list[str], wall_s: float) -> list[JoinedRecord]:
+    return [
+        JoinedRecord(attempt, rank, host, 100 * attempt + rank, wall_s, 0.1, wall_s) for rank, host in enumerate(hosts)
+    ]
 
 
-def restored(step: int, moved: tuple[int, ...], nbytes: dict[str, int]) -> list[Restored]:
-    return [Restored(2, rank, step, 100, "peer", 0, moved, nbytes, {}, 0.5, 110.0) for rank in range(4)]
+def restored(step: int, moved: tuple[int, ...], nbytes: dict[str, int]) -> list[RestoredRecord]:
+    return [RestoredRecord(2, rank, step, 100, "peer", 0, moved, nbytes, {}, 0.5, 110.0) for rank in range(4)]
 
 
-def good_run() -> Run:
-    return Run(
+def good_run() -> RunRecord:
+    return RunRecord(
         joined=[*joined(1, HOSTS, 90.0), *joined(2, ["h1", "h3", "h3", "h4"], 109.0)],
         restored=restored(4, (2,), {"local": 300, "peer": 100, "durable": 0}),
         steps=[*ran(1, range(5), 91.0), *ran(2, range(5, STEPS), 111.0)],
     )
 
 
-UNDISTURBED = Run(steps=ran(1, range(STEPS), 0.0))
+UNDISTURBED = RunRecord(steps=ran(1, range(STEPS), 0.0))
 
 
-def failed(run: Run) -> set[str]:
+def failed(run: RunRecord) -> set[str]:
     return {check.name for check in check_all(run, UNDISTURBED, KILL, STEPS) if not check.is_ok}
 
 

@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("ray.train.torch", reason="the demo runs under Ray Train")
 
 from memstore.demo.checks import Kill, check_all, check_in_place
-from memstore.demo.records import Joined, Restored, Run, StepRun
+from memstore.demo.records import JoinedRecord, RestoredRecord, RunRecord, StepRun
 from memstore.demo.report import as_dict, draw, seconds, table, verdict
-from memstore.demo.run import LostHostRun, Options, Outcome
+from memstore.demo.run import DemoOptions, DemoOutcome, LostHostRun
 
 STEPS, KILL = 8, Kill("h2", 3, 100.0)
 
@@ -22,30 +22,32 @@ def ran(attempt: int, steps: range, start_s: float) -> list[StepRun]:
     return [StepRun(attempt, 0, s, (1.0 / (s + 3)).hex(), s - 1, 0.001, start_s + i) for i, s in enumerate(steps)]
 
 
-def joined(attempt: int, rank: int, host: str, entered_s: float, pid: int = 0) -> Joined:
-    return Joined(attempt, rank, host, pid or 100 * attempt + rank, entered_s, 0.25, entered_s + 1)
+def joined(attempt: int, rank: int, host: str, entered_s: float, pid: int = 0) -> JoinedRecord:
+    return JoinedRecord(attempt, rank, host, pid or 100 * attempt + rank, entered_s, 0.25, entered_s + 1)
 
 
 def lost(*, is_restoring: bool) -> LostHostRun:
     tiers, phases = {"local": 3 << 20, "peer": 1 << 20, "durable": 0}, {"gather": 9.0, "transfer": 0.3, "load": 0.2}
-    run = Run(
+    run = RunRecord(
         joined=[
             joined(1, 0, "h1", 89.0),
             joined(1, 1, "h2", 89.0),
             joined(2, 0, "h1", 108.0),
             joined(2, 1, "h3", 109.0),
         ],
-        restored=[Restored(2, r, 3, 100, "peer", 0, (1,), tiers, phases, 0.5, 110.5) for r in (0, 1) if is_restoring],
+        restored=[
+            RestoredRecord(2, r, 3, 100, "peer", 0, (1,), tiers, phases, 0.5, 110.5) for r in (0, 1) if is_restoring
+        ],
         steps=[*ran(1, range(4), 96.0), *ran(2, range(4 if is_restoring else 0, STEPS), 112.0)],
     )
     return LostHostRun(
-        run, KILL, check_all(run, Run(steps=ran(1, range(STEPS), 0.0)), KILL, STEPS), 0.05, "reset", "gone"
+        run, KILL, check_all(run, RunRecord(steps=ran(1, range(STEPS), 0.0)), KILL, STEPS), 0.05, "reset", "gone"
     )
 
 
 def lost_in_place(pid: int = 100) -> LostHostRun:
     """A loss of which rank 0 is back in its function after 2 s, by default in its process."""
-    run = Run(
+    run = RunRecord(
         joined=[
             joined(1, 0, "h1", 89.0), joined(1, 1, "h2", 89.0), joined(2, 0, "h1", 102.0, pid),
             joined(2, 1, "h3", 102.0),
@@ -53,15 +55,15 @@ def lost_in_place(pid: int = 100) -> LostHostRun:
         restored=lost(is_restoring=True).run.restored,
         steps=[*ran(1, range(4), 96.0), *ran(2, range(4, STEPS), 103.0)],
     )  # fmt: skip
-    checks = check_in_place(run, Run(steps=ran(1, range(STEPS), 0.0)), KILL, STEPS)
+    checks = check_in_place(run, RunRecord(steps=ran(1, range(STEPS), 0.0)), KILL, STEPS)
     return LostHostRun(run, KILL, checks, 0.05, "reset", "gone")
 
 
-def outcome(tmp_path: Path, *, is_restoring: bool = True, control: LostHostRun | None = None) -> Outcome:
-    options = Options(tmp_path, steps=STEPS, kill_after=3, is_restoring=is_restoring)
+def outcome(tmp_path: Path, *, is_restoring: bool = True, control: LostHostRun | None = None) -> DemoOutcome:
+    options = DemoOptions(tmp_path, steps=STEPS, kill_after=3, is_restoring=is_restoring)
     in_place = lost_in_place() if is_restoring else None
-    undisturbed = Run(steps=ran(1, range(STEPS), 0.0))
-    return Outcome(options, undisturbed, lost(is_restoring=is_restoring), in_place, control, 60.0)
+    undisturbed = RunRecord(steps=ran(1, range(STEPS), 0.0))
+    return DemoOutcome(options, undisturbed, lost(is_restoring=is_restoring), in_place, control, 60.0)
 
 
 def test_pass_needs_a_control_that_fails(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from memstore.drills.model.promises import BEYOND_REFUSED, IN_PLACE, REFUSED, Pr
 from memstore.drills.model.report import Report, Timeline
 from memstore.drills.ranks.in_place import ENTERED, LEFT, RESTORED, TRAINED, Gate, Note, RankEnd, notes
 from memstore.drills.ranks.in_place_model import Samples, unbroken
-from memstore.drills.run.flows import InPlace
+from memstore.drills.run.flows import InPlaceFlow
 from memstore.drills.run.judgement_in_place import Played, broken_in_place
 from memstore.drills.scenes.scenes_in_place import InPlaceKillRank, InPlacePause
 from memstore.drills.sites.drill_context import DrillContext
@@ -173,7 +173,7 @@ class FakeJob:
         raise DrillError("a copy is missing")
 
 
-def flow_of(found: Played, *, error: str = "", is_pause: bool = False, promise: Promise | None = None) -> InPlace:
+def flow_of(found: Played, *, error: str = "", is_pause: bool = False, promise: Promise | None = None) -> InPlaceFlow:
     """Make a flow that has the training behind it; no site is there, so a call to it would fail."""
     drill = find("in-place-pause" if is_pause else "in-place-kill-rank")
     report = Report(drill.name, SEED, "", step_before=BEFORE)
@@ -185,7 +185,7 @@ def flow_of(found: Played, *, error: str = "", is_pause: bool = False, promise: 
     scene.lost, scene.rank, scene.holders = set(found.lost), LOST, ["h1", "h2"]
     scene.stopped_s = scene.woken_s = 0.0  # type: ignore[attr-defined]
     scene.recover = lambda: None  # type: ignore[method-assign]
-    flow = InPlace(context, scene)
+    flow = InPlaceFlow(context, scene)
     flow.pids = PIDS
     flow.recover()
     flow.check()

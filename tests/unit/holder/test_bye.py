@@ -21,7 +21,7 @@ from memstore.core.wire.codec import encode
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.rank_messages import Bye, SlotsLeased, decode_rank_message
 from memstore.core.wire.replies import ShardReady
-from memstore.core.wire.reports import HolderMessage, RankGone
+from memstore.core.wire.reports import HolderMessage, ProcessGone
 from memstore.shell.holder.rank_connections import RankConnection
 from memstore.shell.net.channel import Channel
 from memstore.shell.rank.holder_link import HolderLink
@@ -63,7 +63,7 @@ class Leaver:
 
     def gone(self) -> list[str]:
         """Return the processes that were reported as gone."""
-        return [report.nonce for report in self.reports if isinstance(report, RankGone)]
+        return [report.nonce for report in self.reports if isinstance(report, ProcessGone)]
 
     def reads(self) -> list[Called]:
         """Return the reads that were asked for; a `memstore stores` of another test asks this holder, too."""
@@ -101,7 +101,9 @@ def test_a_process_that_ended_its_own_waits_has_left_and_is_not_dead(leaver: Lea
     leaver.site.link.interrupt("a rank of it was lost")
     leaver.say_bye()
     assert leaver.is_done.wait(WAIT_S)
-    assert [report for report in leaver.reports if isinstance(report, RankGone)] == [RankGone(nonce="n", has_left=True)]
+    assert [report for report in leaver.reports if isinstance(report, ProcessGone)] == [
+        ProcessGone(nonce="n", has_left=True)
+    ]
 
 
 def test_a_bye_waits_for_the_puts_that_came_before_it(leaver: Leaver) -> None:

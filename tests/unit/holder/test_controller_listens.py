@@ -14,7 +14,7 @@ from memstore.core.wire.frame import Kind
 from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.messages import Action, Event, Received, Tick
 from memstore.core.wire.orders import WriteJournal, decode_order
-from memstore.core.wire.reports import Heartbeat, Inventory, RankArrived
+from memstore.core.wire.reports import Heartbeat, HostInventory, RankArrived
 from memstore.shell.controller.controller import TICK_S, Controller
 from memstore.shell.controller.holder_session import Session
 from memstore.shell.net.channel import Channel
@@ -25,9 +25,9 @@ from memstore.testing.controller.holder import host_stats
 WAIT_S = 60.0
 
 
-def inventory(incarnation: int) -> Inventory:
+def inventory(incarnation: int) -> HostInventory:
     """Return that of a host that holds nothing."""
-    return Inventory(
+    return HostInventory(
         incarnation=incarnation, endpoints=(Endpoint("10.0.0.1", 7000),), machine="m", is_explicit=False, labels={},
         limit_bytes=1, copies=(), journal=(), ranks=(), up_s=0.0, idle_s=0.0,
     )  # fmt: skip

@@ -33,7 +33,7 @@ from memstore.core.wire.reports import (
     CopiesVerified,
     FactsWritten,
     HolderMessage,
-    Inventory,
+    HostInventory,
     Outranked,
     Reserved,
     decode_holder_message,
@@ -110,10 +110,10 @@ def received(channel: Channel, timeout_s: float = WAIT_S) -> HolderMessage:
     return message
 
 
-def greeted(channel: Channel) -> Inventory:
+def greeted(channel: Channel) -> HostInventory:
     """Return the inventory with which a session begins."""
     inventory = received(channel)
-    assert isinstance(inventory, Inventory)
+    assert isinstance(inventory, HostInventory)
     return inventory
 
 
@@ -252,7 +252,7 @@ def test_a_fact_of_an_older_controller_is_not_acknowledged_to_the_newer(
         first = received(newer, 0.3)  # not before the write is over, else it may be missing in what it says
     pause.go.set()
     first = first or received(newer)
-    assert isinstance(first, Inventory)
+    assert isinstance(first, HostInventory)
     assert first.journal == (b"old",)
     send(newer, WriteJournal(keep=None, records=(b"new",), seq=1))
     assert received(newer) == FactsWritten(seq=1)
@@ -280,7 +280,7 @@ def test_a_long_journal_comes_in_pages_before_the_inventory(
     session.start()
     up = given.get(timeout=WAIT_S)
     session.close()
-    assert isinstance(up, Inventory)
+    assert isinstance(up, HostInventory)
     assert up.journal == records
 
 
@@ -343,5 +343,5 @@ def test_a_controller_that_comes_before_the_port_is_known_gets_no_inventory(hold
         received(early)
     holder.state.info = here
     greeting = received(dial(3))
-    assert isinstance(greeting, Inventory)
+    assert isinstance(greeting, HostInventory)
     assert greeting.endpoints == here.endpoints

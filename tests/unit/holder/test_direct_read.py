@@ -31,7 +31,7 @@ from memstore.shell.holder.holder import Holder
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.peer import server
-from memstore.shell.peer.client import Peer
+from memstore.shell.peer.client import PeerClient
 from memstore.shell.rank import peer_chunks, shard_read
 from memstore.shell.rank.admin_link import Tool
 from memstore.testing.clusters.processes import wait_for
@@ -135,13 +135,13 @@ def test_a_newer_round_takes_the_place_of_an_older_one(pair: tuple[Holder, Holde
 
 def hold_up_first(monkeypatch: pytest.MonkeyPatch, kind: type[Request[Any]]) -> Stop:
     """Have the first request of a kind to any peer wait for the test."""
-    real = Peer.call
+    real = PeerClient.call
     stop = Stop(real)
 
-    def call(self: Peer, request: Request[Any], timeout_s: float = 30.0) -> Any:
+    def call(self: PeerClient, request: Request[Any], timeout_s: float = 30.0) -> Any:
         return (stop if isinstance(request, kind) else real)(self, request, timeout_s)
 
-    monkeypatch.setattr(Peer, "call", call)
+    monkeypatch.setattr(PeerClient, "call", call)
     return stop
 
 

@@ -15,9 +15,9 @@ from memstore.core.format.manifest import manifest_name
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import ControllerIdentity
 from memstore.core.wire.orders import Order, PushTargets, WriteJournal
-from memstore.core.wire.reports import FactsWritten, Heartbeat, Inventory, decode_holder_message
+from memstore.core.wire.reports import FactsWritten, Heartbeat, HostInventory, decode_holder_message
 from memstore.errors import CapacityError, PeerTimeout
-from memstore.shell.arena.journal_file import AHEAD_NBYTES, Journal
+from memstore.shell.arena.journal_file import AHEAD_NBYTES, JournalFile
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.holder.holder import Holder
 from memstore.shell.host.identity import HostIdentity, read_boot_id
@@ -103,7 +103,7 @@ def said_full(controller: Channel) -> list[str]:
 def test_a_fact_without_room_waits_and_the_session_goes_on(holder: Holder, full: FullFileSystem) -> None:
     """Heartbeats say why, other orders are obeyed, later facts wait behind it; with room all are acknowledged."""
     controller = dial(holder, 5)
-    received(controller, Inventory)
+    received(controller, HostInventory)
     send(controller, WriteJournal(keep=None, records=(LARGE,), seq=1))
     send(controller, WriteJournal(keep=None, records=(b"small",), seq=2))
     send(controller, PushTargets(job="job", attempt=1, targets=("b",), ranks=()))
@@ -122,11 +122,11 @@ def test_a_fact_without_room_waits_and_the_session_goes_on(holder: Holder, full:
 def test_facts_that_waited_are_not_acknowledged_to_a_newer_controller(holder: Holder, full: FullFileSystem) -> None:
     """A newer session sends the whole journal; what an older one had sent counts for nothing any more (R16, R17)."""
     older = dial(holder, 5)
-    received(older, Inventory)
+    received(older, HostInventory)
     send(older, WriteJournal(keep=None, records=(LARGE,), seq=9))
     wait_for(lambda: holder.sessions.facts.problem, "the fact to wait")
     newer = dial(holder, 6)
-    assert received(newer, Inventory).journal == ()
+    assert received(newer, HostInventory).journal == ()
     send(newer, WriteJournal(keep=(), records=(b"one", LARGE), seq=1))
     wait_for(lambda: holder.sessions.facts.problem, "the newer facts to wait")
     full.end()
@@ -159,7 +159,7 @@ def test_a_manifest_without_room_is_reported_until_there_is_some(small_tmpfs: Pa
 
 def test_manifests_need_no_room_where_the_slots_are_claimed(small_tmpfs: Path) -> None:
     """With no page left some are saved, for ever as old ones go, and the journal takes the commits; all is adopted."""
-    folder, journal = ManifestFolder.open(small_tmpfs), Journal.open(small_tmpfs / "journal")
+    folder, journal = ManifestFolder.open(small_tmpfs), JournalFile.open(small_tmpfs / "journal")
     names = [manifest_name(ShardId("j", 1, step, 3), "ab") for step in range(100)]
     for name in names[:8]:
         folder.save(name, bytes(50_000))

@@ -32,7 +32,7 @@ from memstore.core.wire.calls import SkipStep
 from memstore.errors import CapacityError, DigestMismatch, FencedError, PeerUnreachable, RecoveryError
 from memstore.shell.arena.mapping import ArenaMapping
 from memstore.shell.codec.interpreter import copying
-from memstore.shell.peer.client import Peer
+from memstore.shell.peer.client import PeerClient
 from memstore.shell.rank.admin_link import Tool
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.leases import Tenant
@@ -326,9 +326,9 @@ def test_of_two_reads_of_one_shard_one_fetches(
     site, put = apart(make_site)
     bring_here(monkeypatch)
     fetches, has_second = itertools.count(), threading.Event()
-    fetch_into, await_other = Peer.fetch_into, bring._await_other
+    fetch_into, await_other = PeerClient.fetch_into, bring._await_other
 
-    def fetch(peer: Peer, *args: Any) -> list[int]:
+    def fetch(peer: PeerClient, *args: Any) -> list[int]:
         next(fetches)
         assert has_second.wait(WAIT_S)
         if is_lost and site.holders["a"].state.reads.fetching:
@@ -346,7 +346,7 @@ def test_of_two_reads_of_one_shard_one_fetches(
         ):
             return reader.get(rank=1).state["w"]
 
-    monkeypatch.setattr(Peer, "fetch_into", fetch)
+    monkeypatch.setattr(PeerClient, "fetch_into", fetch)
     monkeypatch.setattr(bring, "_await_other", await_first)
     came = [found for found in together(read, read) if found is not None]
     assert (len(came), next(fetches)) == ((1, 2) if is_lost else (2, 1))
@@ -360,9 +360,9 @@ def test_a_read_that_hangs_holds_no_other_one_up(
     site, put = apart(make_site)
     bring_here(monkeypatch)
     fetches, is_over, has_waited = itertools.count(), threading.Event(), threading.Semaphore(0)
-    fetch_into, await_other = Peer.fetch_into, bring._await_other
+    fetch_into, await_other = PeerClient.fetch_into, bring._await_other
 
-    def fetch(peer: Peer, *args: Any) -> list[int]:
+    def fetch(peer: PeerClient, *args: Any) -> list[int]:
         if next(fetches) == 0:
             assert is_over.wait(WAIT_S)
         else:  # until the third waits for the second
@@ -385,7 +385,7 @@ def test_a_read_that_hangs_holds_no_other_one_up(
             is_over.set()
 
     monkeypatch.setattr(bring, "BESIDE_S", 1.0)
-    monkeypatch.setattr(Peer, "fetch_into", fetch)
+    monkeypatch.setattr(PeerClient, "fetch_into", fetch)
     monkeypatch.setattr(bring, "_await_other", await_first)
     first, others = together(read, read_beside)
     assert next(fetches) == 2
@@ -403,14 +403,14 @@ def test_a_shard_that_does_not_come_whole_leaves_the_state_given_untouched(
     """The source is lost after some chunks came to the reader's host: an error, and no byte of `into` is written."""
     site, put = apart(make_site)
     bring_here(monkeypatch)
-    batches, fetch_batch = itertools.count(), Peer._fetch_batch
+    batches, fetch_batch = itertools.count(), PeerClient._fetch_batch
 
-    def fetch(peer: Peer, *args: Any) -> list[int]:
+    def fetch(peer: PeerClient, *args: Any) -> list[int]:
         if next(batches) == 0:
             return fetch_batch(peer, *args)
         raise PeerUnreachable("the source is gone")
 
-    monkeypatch.setattr(Peer, "_fetch_batch", fetch)
+    monkeypatch.setattr(PeerClient, "_fetch_batch", fetch)
     monkeypatch.setattr(procedure, "may_wait", only_at_once)
     target = {"w": torch.full_like(put["w"], 7.0)}
     reader = memstore.client.reader.Reader("job", Tool(site.folder("a")), memstore.Config())

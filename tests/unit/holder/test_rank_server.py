@@ -36,7 +36,7 @@ from memstore.core.wire.rank_messages import (
     decode_holder_event,
 )
 from memstore.core.wire.replies import ShardReady, Status
-from memstore.core.wire.reports import HolderMessage, RankArrived, RankGone
+from memstore.core.wire.reports import HolderMessage, ProcessGone, RankArrived
 from memstore.errors import ConfigError, FencedError
 from memstore.shell.arena.lock import process_start_time
 from memstore.shell.holder import rank_server
@@ -110,7 +110,7 @@ class Site:
     def _note(self, report: HolderMessage) -> None:
         if isinstance(report, Called):
             self.relayed.append(report.id)
-        elif isinstance(report, RankGone):
+        elif isinstance(report, ProcessGone):
             self.gone.append(report.nonce)
 
     def leased(self) -> int:

@@ -34,7 +34,7 @@ from memstore.core.wire.peer_messages import FetchManifest, Verify
 from memstore.core.wire.reports import Brought, Freed, HolderMessage, Report, Sealed
 from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
 from memstore.shell.holder.holder import Holder
-from memstore.shell.peer.client import Peer
+from memstore.shell.peer.client import PeerClient
 from memstore.testing.clusters.two_holders import two_holders
 from recovery.inventory import ShardId
 
@@ -122,15 +122,15 @@ def staged(holder: Holder, order: Bring, reports: Reports) -> Brought:
 
 def break_calls(monkeypatch: pytest.MonkeyPatch, kind: type[Request[Any]], error: Exception, times: int) -> None:
     """The first requests of a kind raise `error`."""
-    real, left = Peer.call, [times]
+    real, left = PeerClient.call, [times]
 
-    def broken(self: Peer, request: Request[Any], timeout_s: float = 30.0) -> Any:
+    def broken(self: PeerClient, request: Request[Any], timeout_s: float = 30.0) -> Any:
         if isinstance(request, kind) and left[0] > 0:
             left[0] -= 1
             raise error
         return real(self, request, timeout_s)
 
-    monkeypatch.setattr(Peer, "call", broken)
+    monkeypatch.setattr(PeerClient, "call", broken)
 
 
 @pytest.mark.parametrize("kind", [FetchManifest, Verify])

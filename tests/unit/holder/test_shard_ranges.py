@@ -25,7 +25,7 @@ from memstore.errors import CapacityError, ConfigError, DigestMismatch, Integrit
 from memstore.shell.arena.mapping import lock_free
 from memstore.shell.arena.slot_headers import SLOTS_NAME
 from memstore.shell.holder.holder import Holder
-from memstore.shell.peer.client import Peer
+from memstore.shell.peer.client import PeerClient
 from memstore.shell.rank.arena_view import RankMapping
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.shard_read import ShardRanges, ShardRead, chunk_runs
@@ -95,13 +95,13 @@ def used_slots(holder: Holder) -> int:
 def fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The chunks that cross the network."""
     found: list[int] = []
-    real = Peer.fetch_into
+    real = PeerClient.fetch_into
 
-    def noted(self: Peer, replicas: ReplicaStore, replica: Any, digest: str, chunks: list[int]) -> list[int]:
+    def noted(self: PeerClient, replicas: ReplicaStore, replica: Any, digest: str, chunks: list[int]) -> list[int]:
         found.extend(chunks)
         return real(self, replicas, replica, digest, chunks)
 
-    monkeypatch.setattr(Peer, "fetch_into", noted)
+    monkeypatch.setattr(PeerClient, "fetch_into", noted)
     return found
 
 

@@ -22,7 +22,7 @@ from memstore.errors import MemstoreError
 from memstore.shell.holder.holder import Holder
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_tcp
-from memstore.shell.peer.client import Peer
+from memstore.shell.peer.client import PeerClient
 from memstore.testing.clusters.two_holders import two_holders
 from recovery.inventory import ShardId
 
@@ -176,14 +176,14 @@ def test_room_is_found_before_a_byte_is_stored(pair: tuple[Holder, Holder], monk
     a, b = pair
     stored = seal(a)
     replies: list[str] = []
-    real = Peer.send_whole
+    real = PeerClient.send_whole
 
-    def noted(self: Peer, *given: Any, **named: Any) -> Any:
+    def noted(self: PeerClient, *given: Any, **named: Any) -> Any:
         reply = real(self, *given, **named)
         replies.append(type(reply).__name__)
         b.replicas.ensure_free(4)
         return reply
 
-    monkeypatch.setattr(Peer, "send_whole", noted)
+    monkeypatch.setattr(PeerClient, "send_whole", noted)
     copied(a, stored)
     assert replies == ["Refused", "HasCopy"]

@@ -14,7 +14,7 @@ from memstore.core.cluster.text import listed
 from memstore.core.wire.calls import RankLoss
 from memstore.errors import FencedError, GatherTimeout
 from memstore.inplace import meeting as meeting_file
-from memstore.inplace.meeting import Failures, Meeting, MeetingServer, Place, failure_of
+from memstore.inplace.meeting import Failures, Meeting, MeetingPlace, MeetingServer, failure_of
 from memstore.inplace.membership import (
     ANSWER_S,
     NONE,
@@ -22,7 +22,7 @@ from memstore.inplace.membership import (
     Closing,
     Coming,
     Inquiry,
-    Membership,
+    RankMembership,
     is_asked,
     is_over_for_all,
     note_waiting,
@@ -66,7 +66,7 @@ def rank(
 ) -> Meeting:
     """Return a rank's way to a meeting of two."""
     port = server.port if proxy is None else proxy.port
-    place = Place(
+    place = MeetingPlace(
         address="127.0.0.1", port=port, run="run", rank=number, life=life, first=0, world_size=2, launcher="launcher",
         backend="gloo", collective_timeout_s=60.0, meet_s=meet_s,
     )  # fmt: skip
@@ -288,7 +288,7 @@ RANKS = 3
 def test_all_ranks_of_a_generation_go_home_or_none_does(order: list[int]) -> None:
     """-1 is a loss; a rank's number is its next look: the first says that it is done, the others ask for the rest."""
     board = SimBoard()
-    server = Membership(board, RANKS)
+    server = RankMembership(board, RANKS)
     server.begin(0)
     done: dict[int, int] = {}
     ends: dict[int, bool] = {}
@@ -308,7 +308,7 @@ def test_all_ranks_of_a_generation_go_home_or_none_does(order: list[int]) -> Non
 
 def test_before_the_first_generation_no_rank_is_done() -> None:
     """Else Ray Train's ranks would wait for a generation that does not begin."""
-    server = Membership(SimBoard(), RANKS)
+    server = RankMembership(SimBoard(), RANKS)
     assert not server.is_done()
     server.begin(0)
     assert not server.is_done()
@@ -318,7 +318,7 @@ def test_before_the_first_generation_no_rank_is_done() -> None:
 def test_a_meeting_that_fails_names_the_ranks_that_have_not_come(came: set[int]) -> None:
     """Of any number of ranks."""
     board = SimBoard()
-    Membership(board, 100).begin(0)
+    RankMembership(board, 100).begin(0)
     comings = [
         Coming(board, rank=rank, life=NONE, world_size=100, after=NONE, meet_s=60.0, now=0.0) for rank in sorted(came)
     ]  # fmt: skip
@@ -334,7 +334,7 @@ def test_a_meeting_that_fails_names_the_ranks_that_have_not_come(came: set[int])
 def test_ranks_that_do_not_come_to_a_collective_are_lost_unless_none_or_all_are(waiting: set[int]) -> None:
     """A rank whose collective timed out asks; those that wait as well, or have left, say so."""
     board = SimBoard()
-    server = Membership(board, 70)
+    server = RankMembership(board, 70)
     server.begin(3)
     assert not is_asked(board, 3)
     inquiry = Inquiry(board, 3, 70, 10.0)
@@ -351,7 +351,7 @@ def test_ranks_that_do_not_come_to_a_collective_are_lost_unless_none_or_all_are(
 def test_what_a_former_generation_lacked_is_no_loss_of_this_one() -> None:
     """The ranks were replaced for another reason meanwhile."""
     board = SimBoard()
-    server = Membership(board, 2)
+    server = RankMembership(board, 2)
     server.begin(0)
     inquiry = Inquiry(board, 0, 2, 0.0)
     note_waiting(board, 0, 0)

@@ -18,7 +18,7 @@ from memstore.core.wire.calls import InPlace, RankLoss
 from memstore.errors import GatherTimeout
 from memstore.inplace import generation, membership, reentrant, reentry, watcher
 from memstore.inplace.gloo_sockets import GlooSockets
-from memstore.inplace.meeting import Meeting, MeetingServer, Place, connect
+from memstore.inplace.meeting import Meeting, MeetingPlace, MeetingServer, connect
 from memstore.inplace.reentry import Leaving, in_place_of, innermost_module, join_meeting, may_be_loss, met_text
 from memstore.shell.rank.launch import detect_launch
 from memstore.testing.clusters.processes import wait_for
@@ -35,8 +35,8 @@ def server() -> Iterator[MeetingServer]:
     made.close()
 
 
-def place(server: MeetingServer, rank: int, world_size: int, *, meet_s: float = WAIT_S) -> Place:
-    return Place(
+def place(server: MeetingServer, rank: int, world_size: int, *, meet_s: float = WAIT_S) -> MeetingPlace:
+    return MeetingPlace(
         address="127.0.0.1", port=server.port, run="run", rank=rank, life=server.register(rank), first=0,
         world_size=world_size, launcher="launcher", backend="gloo", collective_timeout_s=600.0, meet_s=meet_s,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from memstore.core.wire.ids import Endpoint
 from memstore.errors import PeerTimeout, PeerUnreachable, RecoveryError, TransportError
 from memstore.shell.net.pacing import Pacing
 from memstore.shell.peer.chunk_frames import Damage
-from memstore.shell.peer.client import Peer
+from memstore.shell.peer.client import PeerClient
 from memstore.shell.threads.priority import BULK_NICE, RankPriority, lower_thread_priority
 from memstore.shell.threads.waits import OwnThreads, answer_of, await_ended
 from memstore.testing.clusters.process_rights import may_lower_nice
@@ -140,9 +140,9 @@ def test_an_error_of_the_work_is_no_error_of_the_wait() -> None:
     assert isinstance(late.exception(), TimeoutError)
 
 
-def peer_of_one_stream() -> Peer:
+def peer_of_one_stream() -> PeerClient:
     """Return the client of a host that nothing has to answer for."""
-    return Peer(
+    return PeerClient(
         "h2", [Endpoint("127.0.0.1", 1)], secret=b"s", store="s", identity=HolderIdentity(host="h1", incarnation=1),
         streams=1, damage=Damage(), pacing=Pacing(0, 0, 4 << 20),
     )  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.wire.orders import PushTargets, RankTargets
-from memstore.core.wire.rank_messages import ReplicasDiffer
+from memstore.core.wire.rank_messages import ShardDiffers
 from recovery.inventory import ShardId
 
 NAMED_CHUNKS_MAX = 64
@@ -98,7 +98,7 @@ class HolderSharedShards:
         self.late.pop((shard.job, shard.rank), None)
         return before.shard.step if before is not None and is_same and not before.is_flagged else None
 
-    def compare(self, own: Newest, other: StoredReplica) -> ReplicasDiffer | None:
+    def compare(self, own: Newest, other: StoredReplica) -> ShardDiffers | None:
         """Return the notice to a rank if its shared chunks and those of another writer differ, or are equal again.
 
         None if that is no news. The rank finds the tensors in the chunks that are named.
@@ -114,7 +114,7 @@ class HolderSharedShards:
             return None
         self.differing.add(key) if unequal else self.differing.discard(key)
         named = tuple(unequal[:NAMED_CHUNKS_MAX])
-        return ReplicasDiffer(
+        return ShardDiffers(
             attempt=shard.attempt, step=shard.step, other_rank=other_rank, count=len(unequal), chunks=named
         )
 

@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from memstore.testing.simulator.checks.commits import Commits
-from memstore.testing.simulator.checks.drops import Drops
+from memstore.testing.simulator.checks.drops import DropCheck
 from memstore.testing.simulator.checks.ending import look_at_the_end
 from memstore.testing.simulator.checks.fences import Fences
 from memstore.testing.simulator.checks.generations import Generations
 from memstore.testing.simulator.checks.observed import Observed
 from memstore.testing.simulator.checks.promises import Promises
-from memstore.testing.simulator.checks.puts import Puts
+from memstore.testing.simulator.checks.puts import PutCheck
 from memstore.testing.simulator.checks.redundancy import Redundancy
 from memstore.testing.simulator.checks.restores import Restores
-from memstore.testing.simulator.checks.shared_shards import SharedShards
+from memstore.testing.simulator.checks.shared_shards import SharedShardCheck
 from memstore.testing.simulator.checks.stored_bytes import StoredBytes
 from memstore.testing.simulator.world.world import World
 
@@ -31,11 +31,11 @@ class Checker:
         self.world = world
         self.observed = Observed()
         self.promises = Promises(world, self.observed)
-        self.drops = Drops(world, self.observed, self.promises)
+        self.drops = DropCheck(world, self.observed, self.promises)
         self.fences = Fences(world)
-        self.puts = Puts(self.observed, self.fences)
+        self.puts = PutCheck(self.observed, self.fences)
         self.stored_bytes = StoredBytes(world, self.observed, self.drops, self.fences)
-        self.shared_shards = SharedShards(world, self.observed)
+        self.shared_shards = SharedShardCheck(world, self.observed)
         self.commits = Commits(world, self.observed, self.shared_shards)
         self.generations = Generations(world, self.observed)
         self.restores = Restores(world, self.observed, self.generations)

@@ -9,8 +9,8 @@ from memstore.core.cluster.facts import AttemptOpened, StepCommitted
 from memstore.core.journal.records import entry_from_record, place_of_record
 from memstore.testing.simulator.checks.hosts import racks_of
 from memstore.testing.simulator.checks.observed import Observed
-from memstore.testing.simulator.checks.shared_shards import SharedShards
-from memstore.testing.simulator.world.processes import Holder, Rank
+from memstore.testing.simulator.checks.shared_shards import SharedShardCheck
+from memstore.testing.simulator.world.processes import AnyHolder, AnyRank
 from memstore.testing.simulator.world.violation import Violation
 from memstore.testing.simulator.world.world import World
 from recovery.inventory import ShardId, StepId
@@ -22,14 +22,14 @@ _entry = functools.lru_cache(1 << 14)(entry_from_record)  # a whole journal is r
 class Commits:
     """The facts in journals, and the commits that tickets are sent."""
 
-    def __init__(self, world: World, observed: Observed, shared_shards: SharedShards) -> None:
+    def __init__(self, world: World, observed: Observed, shared_shards: SharedShardCheck) -> None:
         self.world, self.observed, self.shared_shards = world, observed, shared_shards
         self._terms: dict[StepId, int] = {}  # commit -> the term that wrote it
         self._journals: dict[StepId, set[str]] = {}  # commit -> hosts that ever had its fact
         self._asked: dict[int, str] = {}  # attempt -> the spread level that it asks for
         self._is_narrow: dict[int, bool] = {}  # attempt -> it asks for hosts alone, and may
 
-    def journalled(self, holder: Holder) -> None:
+    def journalled(self, holder: AnyHolder) -> None:
         """Read a journal that was written to: its last fact must not have a lower term than one before it (R17)."""
         terms = [place_of_record(record)[0] for record in holder.memory.journal]
         if terms and terms[-1] < max(terms):
@@ -67,7 +67,7 @@ class Commits:
         is_short = len(racks_of(self.world, live.intersection(fact.hosts))) < self.world.scenario.racks_wanted
         self._is_narrow[fact.attempt] = fact.level_asked == "host" and is_short and not live.issubset(fact.hosts)
 
-    def commit_reported(self, rank: Rank, step_number: int, *, is_degraded: bool) -> None:
+    def commit_reported(self, rank: AnyRank, step_number: int, *, is_degraded: bool) -> None:
         """Look at a commit that a ticket is sent for the first time."""
         step = StepId(rank.attempt, step_number)
         if step in self.observed.acked or step_number not in rank.tickets:
@@ -85,7 +85,7 @@ class Commits:
         self.observed.degraded = fact.reason if is_degraded else ""
         self.shared_shards.committed(step, fact)
 
-    def _look_at_journals(self, rank: Rank, step: StepId) -> None:
+    def _look_at_journals(self, rank: AnyRank, step: StepId) -> None:
         """Demand that the fact of a commit is in enough journals (R16)."""
         controller = rank.holder.session.controller if rank.holder and rank.holder.session else None
         sessions = controller.sessions if controller is not None else {}
@@ -111,7 +111,7 @@ class Commits:
             if not fact.is_degraded and not is_narrow and len(racks) < scenario.racks_wanted:
                 raise Violation("R18", f"{step} says it is not degraded, rank {rank} has copies in {racks}")
 
-    def _look_at_other_ranks(self, rank: Rank, step: StepId) -> None:
+    def _look_at_other_ranks(self, rank: AnyRank, step: StepId) -> None:
         """Demand that no rank of the attempt has skipped the step (R12)."""
         for other in self.world.ranks:
             if other.attempt == rank.attempt and other.tickets.get(step.step) in ("skipped", "failed"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from memstore.core.wire.orders import DropJob, FreeCopies
 from memstore.testing.simulator.checks.observed import Observed
 from memstore.testing.simulator.checks.promises import Promises
-from memstore.testing.simulator.world.processes import Controller
+from memstore.testing.simulator.world.processes import AnyController
 from memstore.testing.simulator.world.violation import Violation
 from memstore.testing.simulator.world.world import World
 from recovery.inventory import ShardId, StepId
@@ -13,7 +13,7 @@ from recovery.inventory import ShardId, StepId
 NOTICE_S = 0.05  # a controller learns of a host's end within this
 
 
-class Drops:
+class DropCheck:
     """Copies that were dropped on order, and copies that faults destroyed."""
 
     def __init__(self, world: World, observed: Observed, promises: Promises) -> None:
@@ -22,7 +22,7 @@ class Drops:
         self._unaware: set[tuple[str, ShardId]] = set()  # dropped by order of a controller that knew of no such commit
         self._taken_s: dict[tuple[str, ShardId], float] = {}  # (host, shard) -> when a fault took the copy
 
-    def ordered(self, controller: Controller, host: str, order: FreeCopies | DropJob) -> None:
+    def ordered(self, controller: AnyController, host: str, order: FreeCopies | DropJob) -> None:
         """Look at an order to drop copies: of its newest committed step a controller must know enough others."""
         shards = [shard.id for shard in order.shards]
         self._look_at_leases(controller, host, shards)
@@ -44,7 +44,7 @@ class Drops:
                         "R19", f"{host} is to drop {shard}, the newest committed; whole elsewhere, as it knows: {left}"
                     )  # fmt: skip
 
-    def _look_at_leases(self, controller: Controller, host: str, shards: list[ShardId]) -> None:
+    def _look_at_leases(self, controller: AnyController, host: str, shards: list[ShardId]) -> None:
         """Look for a step that the controller drops before it has ended its lease; repair may drop surplus copies."""
         for shard in shards:
             job, step = controller.machine.jobs.get(shard.job), StepId(shard.attempt, shard.step)

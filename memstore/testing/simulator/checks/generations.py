@@ -8,7 +8,7 @@ from typing import Protocol
 
 from memstore.core.arena.slot_table import Owner
 from memstore.testing.simulator.checks.observed import Observed
-from memstore.testing.simulator.world.processes import Rank, ShardRead
+from memstore.testing.simulator.world.processes import AnyRank, CopiedRead
 from memstore.testing.simulator.world.violation import Violation
 from memstore.testing.simulator.world.world import World
 from recovery.inventory import ShardId, StepId
@@ -17,7 +17,7 @@ MAX_RESTORES = 3  # of one step by whole launches, until it may be given up (R25
 CLOSED_S = 20.0  # a store that its process has closed has no leases after this: a `bye` waits 10 s for submissions
 
 
-class InPlaceStore(Rank, Protocol):
+class InPlaceStore(AnyRank, Protocol):
     """A Store of a process that has others before and after it."""
 
     number: int  # its generation
@@ -56,7 +56,7 @@ class Generations:
         """Note whose leases are whose."""
         self._stores[store.owner] = store
 
-    def goes_on(self, store: InPlaceStore, answer: ShardRead) -> None:
+    def goes_on(self, store: InPlaceStore, answer: CopiedRead) -> None:
         """Look at the bytes that a rank has got: of a committed step, the same on all ranks (I24)."""
         self._look_at_older(store, StepId(answer.placed.attempt, answer.placed.step))
         who = f"rank {store.rank} of attempt {store.attempt}, generation {store.number},"

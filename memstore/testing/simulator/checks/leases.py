@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from memstore.core.arena.slot_table import SlotState
-from memstore.testing.simulator.world.processes import Holder
+from memstore.testing.simulator.world.processes import AnyHolder
 from memstore.testing.simulator.world.violation import Violation
 from memstore.testing.simulator.world.world import World
 
 
-def look_at_leases(world: World, holder: Holder) -> None:
+def look_at_leases(world: World, holder: AnyHolder) -> None:
     """Raise Violation if a living rank may write into a slot that its holder leases to another process."""
     for rank in (*world.ranks, *world.former):
         if rank.holder is holder and not rank.is_dead:

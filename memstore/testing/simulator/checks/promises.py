@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memstore.testing.simulator.checks.observed import Observed
-from memstore.testing.simulator.world.processes import Controller
+from memstore.testing.simulator.world.processes import AnyController
 from memstore.testing.simulator.world.violation import Violation
 from memstore.testing.simulator.world.world import World
 from recovery.inventory import ShardId, StepId
@@ -35,7 +35,7 @@ class Promises:
         believed = self.observed.believed
         return sorted(host for host, held in believed.items() if any(copy == shard for copy, _ in held))
 
-    def claims_redundancy(self, controller: Controller) -> bool:
+    def claims_redundancy(self, controller: AnyController) -> bool:
         """Say whether the store claims every copy of what is promised."""
         live = set(controller.machine.hosts.live_ids())
         for _, shard in self.promised():

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from memstore.core.format.manifest import chunk_digest
 from memstore.testing.simulator.checks.fences import Fences
 from memstore.testing.simulator.checks.observed import Observed
-from memstore.testing.simulator.world.processes import Holder
+from memstore.testing.simulator.world.processes import AnyHolder
 from memstore.testing.simulator.world.violation import Violation
 from recovery.inventory import ShardId
 
 
-class Puts:
+class PutCheck:
     """What ranks submit, and what their holders make of it."""
 
     def __init__(self, observed: Observed, fences: Fences) -> None:
@@ -23,7 +23,7 @@ class Puts:
         self.observed.contents.setdefault(shard, []).append(content)
         self.observed.steps_put += 1
 
-    def sealed_here(self, holder: Holder, shard: ShardId, digests: Sequence[bytes]) -> None:
+    def sealed_here(self, holder: AnyHolder, shard: ShardId, digests: Sequence[bytes]) -> None:
         """Look at a shard that a holder has sealed for a local rank."""
         puts = [[chunk_digest(data) for data in put] for put in self.observed.contents[shard]]
         if list(digests) not in puts:

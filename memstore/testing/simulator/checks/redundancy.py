@@ -8,7 +8,7 @@ from memstore.core.cluster.kept_steps import kept_steps
 from memstore.testing.simulator.checks.hosts import are_well, racks_of, trusted_hosts
 from memstore.testing.simulator.checks.observed import Observed
 from memstore.testing.simulator.checks.promises import Promises
-from memstore.testing.simulator.world.processes import Controller
+from memstore.testing.simulator.world.processes import AnyController
 from memstore.testing.simulator.world.violation import Violation
 from memstore.testing.simulator.world.world import World
 from recovery.inventory import ShardId, StepId
@@ -26,7 +26,7 @@ class Redundancy:
 
     # -- what the store claims ----------------------------------------------------------------
 
-    def is_claimed(self, controller: Controller) -> bool:
+    def is_claimed(self, controller: AnyController) -> bool:
         """Say whether the store claims all copies of its newest committed step and of all promises."""
         job = controller.machine.jobs.get(self.world.scenario.job)
         if job is None or not job.commits:

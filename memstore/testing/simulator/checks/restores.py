@@ -6,7 +6,7 @@ from memstore.core.format.manifest import decode_manifest
 from memstore.core.wire.replies import NothingStored, ShardPlaced, StepAgreed
 from memstore.testing.simulator.checks.generations import Generations
 from memstore.testing.simulator.checks.observed import Observed
-from memstore.testing.simulator.world.processes import Rank, ShardRead
+from memstore.testing.simulator.world.processes import AnyRank, CopiedRead
 from memstore.testing.simulator.world.violation import Violation
 from memstore.testing.simulator.world.world import World
 from recovery.inventory import ShardId, StepId
@@ -21,7 +21,7 @@ class Restores:
         self._returned: set[tuple[str, int]] = set()  # of gets that returned on some rank
         self._last_failed: dict[str, bool] = {}  # key -> whether the last get that brought bytes failed
 
-    def read_damaged(self, rank: Rank, slots: list[int], staged_s: float, host_id: str | None = None) -> None:
+    def read_damaged(self, rank: AnyRank, slots: list[int], staged_s: float, host_id: str | None = None) -> None:
         """Look at staged slots that a rank found damaged: that must have happened after they were staged (R23).
 
         Args:
@@ -32,51 +32,51 @@ class Restores:
         if early:
             raise Violation("R23", f"rank {rank.rank} was handed slots {early}, bad before they were staged")
 
-    def read_whole(self, rank: Rank, *, is_pinned: bool) -> None:
+    def read_whole(self, rank: AnyRank, *, is_pinned: bool) -> None:
         """Look at a read whose link is still the one on which it was answered: its pin was kept until now (R7)."""
         if not is_pinned:
             raise Violation("R7", f"rank {rank.rank} has just read slots that were pinned for it, and are so no more")
 
-    def read_ranges(self, rank: Rank, answer: ShardRead) -> None:
+    def read_ranges(self, rank: AnyRank, answer: CopiedRead) -> None:
         """Look at the chunks that a reader of ranges was given: they are those of a shard that was put (I3)."""
         shard = decode_manifest(answer.placed.manifest).shard
         puts = self.observed.contents.get(shard, [])
         if not any(all(put[index] == data for index, data in answer.chunks.items()) for put in puts):
             raise Violation("I3", f"rank {rank.rank} was given chunks of {shard} that no rank put")
 
-    def restored(self, rank: Rank, answer: NothingStored | ShardRead) -> int:
+    def restored(self, rank: AnyRank, answer: NothingStored | CopiedRead) -> int:
         """Look at the answer to a get; return the step to go on after, 0 for a start from nothing (I3)."""
-        got = self.chosen(rank, answer.placed if isinstance(answer, ShardRead) else answer)
-        if got is None or not isinstance(answer, ShardRead):
+        got = self.chosen(rank, answer.placed if isinstance(answer, CopiedRead) else answer)
+        if got is None or not isinstance(answer, CopiedRead):
             return 0
         shard = ShardId(rank.job, got.attempt, got.step, rank.rank)
         if answer.whole not in self.observed.contents.get(shard, []):
             raise Violation("I3", f"rank {rank.rank} was given bytes for {got} that no rank put")
         return got.step
 
-    def loaded(self, rank: Rank, number: int, *, is_failed: bool) -> None:
+    def loaded(self, rank: AnyRank, number: int, *, is_failed: bool) -> None:
         """Look at a rank that has loaded what its get brought, or could not."""
         if is_failed:
             self._failed.add((rank.key, number))
             self._last_failed[rank.key] = True
             self._compare(rank, number)
 
-    def returned(self, rank: Rank, number: int) -> None:
+    def returned(self, rank: AnyRank, number: int) -> None:
         """Look at a rank whose get returns: every rank has loaded what that get brought (R23)."""
         self._returned.add((rank.key, number))
         self._last_failed[rank.key] = False
         self._compare(rank, number)
 
-    def _compare(self, rank: Rank, number: int) -> None:
+    def _compare(self, rank: AnyRank, number: int) -> None:
         if (rank.key, number) in self._failed & self._returned:
             raise Violation("R23", f"rank {rank.rank}: a rank goes on from round {number}, and one could not load it")
 
-    def may_put(self, rank: Rank) -> None:
+    def may_put(self, rank: AnyRank) -> None:
         """Look at a rank that was given room: what it puts takes the place of the step that its get adopted (R23)."""
         if self._last_failed.get(rank.key):
             raise Violation("R23", f"rank {rank.rank} may put over a step that a rank of its launch could not load")
 
-    def chosen(self, rank: Rank, answer: NothingStored | ShardPlaced | StepAgreed) -> StepId | None:
+    def chosen(self, rank: AnyRank, answer: NothingStored | ShardPlaced | StepAgreed) -> StepId | None:
         """Look at the step that a get or an agreement chose (I1, I2).
 
         It is the same for all ranks. Within the promise no acknowledged step is newer.
@@ -94,7 +94,7 @@ class Restores:
             raise Violation("I1", f"attempt {rank.attempt} restored {got}, {newest} had been acknowledged: {why}")
         return got
 
-    def refused(self, rank: Rank, verb: str, error: str) -> None:
+    def refused(self, rank: AnyRank, verb: str, error: str) -> None:
         """Look at a call that failed: within the promise no get fails for want of bytes (I1).
 
         Other errors are no loss: if a host died meanwhile, the launcher starts again. If durable storage could not be

@@ -10,7 +10,7 @@ from memstore.core.format.shared_layout import SharedShardLayout
 from memstore.core.wire.replies import Joined, SharedShardPlace
 from memstore.testing.simulator.checks.hosts import are_well, racks_of, trusted_hosts
 from memstore.testing.simulator.checks.observed import Observed
-from memstore.testing.simulator.world.processes import Rank
+from memstore.testing.simulator.world.processes import AnyRank
 from memstore.testing.simulator.world.violation import Violation
 from memstore.testing.simulator.world.world import World
 from recovery.inventory import ShardId, StepId
@@ -20,7 +20,7 @@ Disturbances = tuple[int, tuple[int, ...]]  # faults so far; the term of the con
 REPORTED_WITHIN = 4  # commits in a row
 
 
-class SharingRank(Rank, Protocol):
+class SharingRank(AnyRank, Protocol):
     """A rank that names its shard, which other ranks may hold too."""
 
     @property
@@ -28,7 +28,7 @@ class SharingRank(Rank, Protocol):
         """The number of its shard."""
 
 
-class SharedShards:
+class SharedShardCheck:
     """What ranks with equal state put and receive; nothing if ranks name no shard."""
 
     def __init__(self, world: World, observed: Observed) -> None:

@@ -10,12 +10,12 @@ import functools
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest, shard_digest
-from memstore.testing.simulator.checks.drops import Drops
+from memstore.testing.simulator.checks.drops import DropCheck
 from memstore.testing.simulator.checks.fences import Fences
 from memstore.testing.simulator.checks.leases import look_at_leases
 from memstore.testing.simulator.checks.observed import Observed, Replica
 from memstore.testing.simulator.world.memory import Memory
-from memstore.testing.simulator.world.processes import Holder
+from memstore.testing.simulator.world.processes import AnyHolder
 from memstore.testing.simulator.world.violation import Violation
 from memstore.testing.simulator.world.world import World
 
@@ -25,7 +25,7 @@ SEALED = 3
 class StoredBytes:
     """The memories of one simulation, each as it was when it was looked at last."""
 
-    def __init__(self, world: World, observed: Observed, drops: Drops, fences: Fences) -> None:
+    def __init__(self, world: World, observed: Observed, drops: DropCheck, fences: Fences) -> None:
         self.world, self.observed = world, observed
         self.drops, self.fences = drops, fences
         self._seen: dict[str, int] = {}  # host -> version of its memory
@@ -63,19 +63,19 @@ class StoredBytes:
             else:
                 self.drops.dropped(name, shard, digest)
 
-    def _look_at_table(self, holder: Holder) -> None:
+    def _look_at_table(self, holder: AnyHolder) -> None:
         try:
             holder.replicas.table.validate()
         except AssertionError as exc:
             raise Violation("R6", f"slot table of {holder.host_id}: {exc}") from exc
 
-    def adopted(self, holder: Holder) -> None:
+    def adopted(self, holder: AnyHolder) -> None:
         """Look at a memory that a holder has taken over: slots that a fault had spoilt must not be served (R6)."""
         for number in sorted(holder.memory.spoilt):
             if int(holder.memory.headers[number].state) == SEALED:
                 raise Violation("R6", f"{holder.host_id} adopted slot {number}, whose bytes are not its digest's")
 
-    def read(self, holder: Holder, stored: StoredReplica, index: int) -> None:
+    def read(self, holder: AnyHolder, stored: StoredReplica, index: int) -> None:
         """Look at a chunk of a pinned replica that is read: its slot must not have been used again (R7)."""
         number = stored.slots[index]
         if number is not None and bytes(holder.memory.headers[number].digest) != stored.digests[index]:

@@ -8,7 +8,7 @@ from memstore.core.controller.machine import ControllerMachine
 from memstore.core.wire.calls import Called
 from memstore.core.wire.codec import Decoder, encode
 from memstore.core.wire.messages import (
-    Answer,
+    AnswerCall,
     DrainsSeen,
     Event,
     HostLost,
@@ -20,14 +20,14 @@ from memstore.core.wire.messages import (
     Tick,
 )
 from memstore.core.wire.orders import DropJob, FreeCopies, decode_order
-from memstore.core.wire.reports import FactsWritten, Inventory
+from memstore.core.wire.reports import FactsWritten, HostInventory
 from memstore.testing.controller.holder import plain_event
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.world.network import Stream
-from memstore.testing.simulator.world.processes import Holder
+from memstore.testing.simulator.world.processes import AnyHolder
 from memstore.testing.simulator.world.world import World
 
-decode_inventory: Decoder[Inventory] = Decoder(Inventory)
+decode_inventory: Decoder[HostInventory] = Decoder(HostInventory)
 DIAL_S = 0.2
 LEASE_S = 2.0
 WALL_S = 1e9  # the clock of Ray, which is right
@@ -36,7 +36,7 @@ WALL_S = 1e9  # the clock of Ray, which is right
 class SimSession:
     """One connection of a controller to a holder: a stream each way."""
 
-    def __init__(self, world: World, controller: SimController, holder: Holder) -> None:
+    def __init__(self, world: World, controller: SimController, holder: AnyHolder) -> None:
         self.controller, self.holder = controller, holder
         names, network = (controller.name, holder.host_id), world.network
         self.down = Stream(network, world.at, *names, lambda: holder.is_up and not holder.is_frozen)
@@ -115,7 +115,7 @@ class SimController:
             ):
                 self.lose(host, None)  # dead by silence: it needs a new session
 
-    def _arrive(self, session: SimSession, action: SendOrder | Answer) -> None:
+    def _arrive(self, session: SimSession, action: SendOrder | AnswerCall) -> None:
         holder = session.holder
         if holder.session is not session:
             return
@@ -142,7 +142,7 @@ class SimController:
         if self.is_alive and not self.is_frozen and self.term == self.world.term and self.world.has_kv:
             self.handle(LeaseRenewed(self.world.now + LEASE_S))
 
-    def greet(self, holder: Holder) -> None:
+    def greet(self, holder: AnyHolder) -> None:
         """Open a session; a holder that obeys a newer term refuses this controller (R17)."""
         session = SimSession(self.world, self, holder)
         if not holder.accept(session):

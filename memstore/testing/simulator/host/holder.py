@@ -55,7 +55,7 @@ from memstore.testing.simulator.world.memory import (
     MemoryJournal,
     MemoryManifests,
 )
-from memstore.testing.simulator.world.processes import Rank, Session
+from memstore.testing.simulator.world.processes import AnyRank, AnySession
 from memstore.testing.simulator.world.virtual_time import Thread, Wait
 from recovery.inventory import Copy, ShardId
 
@@ -73,7 +73,7 @@ class SimHolder:
         self.is_up, self.is_frozen, self.thawed_s = True, False, -1.0
         self.fences = JobFences()
         term = read_journal(memory.journal, self.fences)
-        self.sessions = Sessions[Session](term, MemoryJournal(memory), self._fact_written)
+        self.sessions = Sessions[AnySession](term, MemoryJournal(memory), self._fact_written)
         self.view: set[str] = set()
         self.served_links: list[RankLink] = []  # that have not been seen to be closed: the newest of each process too
         self.link_orders = itertools.count()
@@ -119,7 +119,7 @@ class SimHolder:
 
     # -- the controller's session ---------------------------------------------------------------
 
-    def accept(self, session: Session) -> bool:
+    def accept(self, session: AnySession) -> bool:
         """Use a session from now on; False if this holder obeys a controller of a higher term (R17)."""
         is_obeyed, old = self.sessions.begin(session, session.controller.term)
         if old is not None:
@@ -127,7 +127,7 @@ class SimHolder:
         return is_obeyed
 
     @property
-    def session(self) -> Session | None:
+    def session(self) -> AnySession | None:
         """Return the session that it obeys."""
         return self.sessions.current
 
@@ -145,7 +145,7 @@ class SimHolder:
         """Return who it is."""
         return self.state.info
 
-    def hello(self) -> reports.Inventory:
+    def hello(self) -> reports.HostInventory:
         """Return what a new session begins with."""
         return inventory(self.state, self.memory.journal)
 
@@ -179,11 +179,11 @@ class SimHolder:
         """Return the links of its ranks."""
         return [cast(RankLink, link) for link in self.state.ranks.links.values()]
 
-    def connected(self) -> list[Rank]:
+    def connected(self) -> list[AnyRank]:
         """Return the stores that it speaks to, on open links."""
         return [link.process for link in self.links if link.is_open]
 
-    def join(self, rank: Rank) -> None:
+    def join(self, rank: AnyRank) -> None:
         """Take a link, on which the process sends again what was not sealed or answered."""
         link, is_ours = open_link(rank, next(self.link_orders)), rank.mapping is self.memory.slots
         self.served_links.append(link)
@@ -208,9 +208,9 @@ class SimHolder:
         yield from finish(ranks.leave(self.io, self.state, link))
         ranks.end(self.state, link)
 
-    def call(self, rank: Rank, call_id: int, request: calls.RankCall) -> None:
+    def call(self, rank: AnyRank, call_id: int, request: calls.RankCall) -> None:
         """Relay a question."""
-        self.calls.ask(answers.Call(rank.owner, rank.nonce, call_id, request))
+        self.calls.ask(answers.ForwardedCall(rank.owner, rank.nonce, call_id, request))
 
     def answer(self, number: int, data: bytes, error: tuple[str, str] | None) -> None:
         """Pass on what the controller answered."""
@@ -218,7 +218,7 @@ class SimHolder:
         if call is not None:
             self.io.start(FENCE, answers.pass_on, self.state, call, data, error)
 
-    def take_over(self, rank: Rank, ready: PutReady) -> None:
+    def take_over(self, rank: AnyRank, ready: PutReady) -> None:
         """A submission came completely: seal it under the fence that holds now (R21)."""
         if not isinstance(rank.link, RankLink):
             return

@@ -23,7 +23,7 @@ from memstore.testing.simulator.world.virtual_time import Wait
 R = TypeVar("R")
 
 
-class Request:
+class PeerCall:
     """What the real peer server takes for a channel: one request, whose chunks it pulls from the sender's slots."""
 
     authenticated = True
@@ -155,7 +155,7 @@ class PeerLink:
         fresh = request.shard.id if isinstance(request, Offer) and request.digest is None else None
         if fresh is not None and (yield from self.peer.before_offer(fresh, self.holder)):
             yield from self._travel()
-        asked = Request(self.holder, self.peer, source)
+        asked = PeerCall(self.holder, self.peer, source)
         if isinstance(request, WholeShard):
             asked.bring()
         return asked.ask(request)
@@ -163,7 +163,7 @@ class PeerLink:
     def fetch(self, request: FetchChunks, *, is_reader: bool = False) -> Generator[Wait, None, list[bytes]]:
         """Send a request for chunks and return them, b"" for one that the peer lacks; a reader is a rank."""
         yield from self._travel()
-        asked = Request(self.holder, self.peer)
+        asked = PeerCall(self.holder, self.peer)
         asked.ask(request, is_reader=is_reader)
         return asked.chunks()
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 from memstore.core.arena.slot_table import Owner
 from memstore.core.wire.rank_messages import RankHello
-from memstore.testing.simulator.world.processes import Rank
+from memstore.testing.simulator.world.processes import AnyRank
 
 
 @dataclass(eq=False)
 class RankLink:
     """One connection of a rank."""
 
-    process: Rank
+    process: AnyRank
     owner: Owner
     nonce: str
     job: str
@@ -30,13 +30,13 @@ class RankLink:
         return not self.process.is_dead and self.process.link is self
 
 
-def open_link(rank: Rank, order: int) -> RankLink:
+def open_link(rank: AnyRank, order: int) -> RankLink:
     """Return a new link of a process, to which it listens from now on."""
     rank.link = link = RankLink(rank, rank.owner, rank.nonce, rank.job, *rank.place, order)
     return link
 
 
-def hello_of(rank: Rank, arena: str) -> RankHello:
+def hello_of(rank: AnyRank, arena: str) -> RankHello:
     """Return what a process says first; `arena`: the one that it has mapped."""
     number, attempt = rank.place
     return RankHello(

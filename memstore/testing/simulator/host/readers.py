@@ -18,7 +18,7 @@ from memstore.errors import MemstoreError, ProtocolError
 from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.host.peer_requests import connect
 from memstore.testing.simulator.host.rank_link import RankLink
-from memstore.testing.simulator.world.processes import CallFailed, Rank, ShardRead
+from memstore.testing.simulator.world.processes import AnyRank, CallFailed, CopiedRead
 from memstore.testing.simulator.world.virtual_time import Thread, Wait
 
 READ_S = (0.0, 0.05)  # until a reader has copied what was staged for it
@@ -74,9 +74,9 @@ class Readers:
         if asked - good.keys():
             rank.answered(call_id, CallFailed("DigestMismatch: a chunk was damaged before it was read"))
             return
-        rank.answered(call_id, ShardRead(placed, dict(sorted(good.items()))))
+        rank.answered(call_id, CopiedRead(placed, dict(sorted(good.items()))))
 
-    def _fetch(self, rank: Rank, placed: ShardPlaced) -> Generator[Wait, None, dict[int, bytes]]:
+    def _fetch(self, rank: AnyRank, placed: ShardPlaced) -> Generator[Wait, None, dict[int, bytes]]:
         """Fetch chunks from other holders as a rank does; those that do not come are left out."""
         found: dict[int, bytes] = {}
         manifest = decode_manifest(placed.manifest)
@@ -91,7 +91,9 @@ class Readers:
                     self._check_source(rank, manifest, digest, row.host, dict(zip(indices, chunks, strict=True)))
         return found
 
-    def _check_source(self, rank: Rank, manifest: Manifest, digest: str, host: str, chunks: dict[int, bytes]) -> None:
+    def _check_source(
+        self, rank: AnyRank, manifest: Manifest, digest: str, host: str, chunks: dict[int, bytes]
+    ) -> None:
         """Look at what a source sent a rank of a round: what was bad there before it was staged was found (R23)."""
         stored = self.holder.world.holders[host].replicas.index.find(manifest.shard, digest)
         wrong = [i for i, data in chunks.items() if data and chunk_digest(data) != manifest.chunks[i].digest]
@@ -99,7 +101,7 @@ class Readers:
         found = [n for n in slots if n is not None]
         self.holder.checker.restores.read_damaged(rank, found, self._staged_s(rank), host)
 
-    def _staged_s(self, rank: Rank) -> float:
+    def _staged_s(self, rank: AnyRank) -> float:
         """Return since when what was brought for a rank's get has been verified."""
         order = self.holder.state.reads.newest.get((rank.job, rank.rank))
         name = ready.name_of(order.read) if order is not None else ""

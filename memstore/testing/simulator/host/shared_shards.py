@@ -11,9 +11,9 @@ from typing import Protocol
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder.puts.shared_shards import HolderSharedShards, Newest
-from memstore.core.wire.rank_messages import ReplicasDiffer
-from memstore.testing.simulator.checks.shared_shards import SharedShards
-from memstore.testing.simulator.world.processes import Holder
+from memstore.core.wire.rank_messages import ShardDiffers
+from memstore.testing.simulator.checks.shared_shards import SharedShardCheck
+from memstore.testing.simulator.world.processes import AnyHolder
 from memstore.testing.simulator.world.violation import Violation
 from memstore.testing.simulator.world.virtual_time import Wait
 from memstore.testing.simulator.world.world import World
@@ -23,7 +23,7 @@ WAIT_S_MAX = 3.2  # R34 says 3; steps of virtual time are added
 DIGESTED_S = 1.0  # a put is digested in far less
 
 
-class SharedShardHolder(Holder, Protocol):
+class SharedShardHolder(AnyHolder, Protocol):
     """A holder, as `SimSharedShards` sees it."""
 
     thawed_s: float  # when it was last thawed
@@ -32,7 +32,7 @@ class SharedShardHolder(Holder, Protocol):
 class SimSharedShards(HolderSharedShards):
     """Of one simulated holder."""
 
-    def __init__(self, holder: SharedShardHolder, world: World, shared_shards: SharedShards) -> None:
+    def __init__(self, holder: SharedShardHolder, world: World, shared_shards: SharedShardCheck) -> None:
         super().__init__()
         self.sim, self.world, self.shared_shards = holder, world, shared_shards
         self.began_s: dict[ShardId, float] = {}  # local puts submitted and not sealed -> since when
@@ -114,7 +114,7 @@ class SimSharedShards(HolderSharedShards):
             raise Violation("R34", f"{stored.shard} is said to repeat step {before}, and does not")
         return None
 
-    def compare(self, own: Newest, other: StoredReplica) -> ReplicasDiffer | None:
+    def compare(self, own: Newest, other: StoredReplica) -> ShardDiffers | None:
         """Look at a notice to a rank."""
         event = super().compare(own, other)
         if event is not None:

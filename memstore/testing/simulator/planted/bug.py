@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 from memstore.testing.faults.catalogue import Fault
-from memstore.testing.simulator.run.campaign import Outcome, play
+from memstore.testing.simulator.run.campaign import RunOutcome, play
 from memstore.testing.simulator.world.scenario import Scenario
 
 Plant = Callable[[], AbstractContextManager[Any]]
@@ -36,9 +36,9 @@ class PlantedBug:
     plant: Plant
     scenario: Scenario
 
-    def hunt(self) -> tuple[Outcome, int]:
+    def hunt(self) -> tuple[RunOutcome, int]:
         """Play the scenario with the bug until a rule that may find it does; return the last outcome, and seeds."""
-        outcome = Outcome(0)
+        outcome = RunOutcome(0)
         for seed in range(SEEDS_MAX):
             with self.plant():
                 outcome = play(replace(self.scenario, seed=seed))

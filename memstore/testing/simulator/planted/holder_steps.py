@@ -17,7 +17,7 @@ from memstore.core.holder.state import HolderState, SubmittedPut
 from memstore.core.wire.orders import StepLevel
 from memstore.testing.faults.catalogue import Fault
 from memstore.testing.simulator.planted.bug import nothing, planted, row
-from memstore.testing.simulator.run.cluster import Cluster
+from memstore.testing.simulator.run.cluster import SimCluster
 
 SET_BACK = Fault(4.0, "step-clock", (1,), rank=2, for_s=0.3, count=2)  # by an hour
 LINKS_AT_ONCE = [Fault(2.0 + 0.9 * n + again, "break-link", rank=n % 3) for n in range(10) for again in (0.0, 0.3)]
@@ -104,15 +104,15 @@ def level_before_the_fact(real: Any, **fields: Any) -> Any:
 @contextmanager
 def incarnation_by_the_clock() -> Iterator[None]:
     """A holder's incarnation is the time of its start, also if the controller names a higher one."""
-    take, wall_s = Cluster.take_incarnation, 0.0
+    take, wall_s = SimCluster.take_incarnation, 0.0
 
-    def timed(self: Cluster, name: str, above: int = 0) -> int:
+    def timed(self: SimCluster, name: str, above: int = 0) -> int:
         nonlocal wall_s
         wall_s = 1e9 + self.now + self.memories[name].clock_ahead_s  # where the product's code would look
         return take(self, name, above)
 
     by_the_clock = patch.object(incarnation, "following", lambda last, above: int(1e9 * wall_s))
-    with patch.object(Cluster, "take_incarnation", timed), by_the_clock:
+    with patch.object(SimCluster, "take_incarnation", timed), by_the_clock:
         yield
 
 

@@ -24,7 +24,7 @@ from memstore.inplace.membership import NONE, QUIET_S, Closing, Coming, is_over
 from memstore.inplace.reentry import Leaving, in_place_of
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.rank.rank import GET_S, THAW_POLL_S, SimRank
-from memstore.testing.simulator.world.processes import Answer, CallFailed, Holder, ShardRead
+from memstore.testing.simulator.world.processes import Answer, AnyHolder, CallFailed, CopiedRead
 from memstore.testing.simulator.world.virtual_time import Thread, Wait
 from memstore.testing.simulator.world.world import World
 
@@ -218,7 +218,7 @@ class InPlaceRank(SimRank):
         self.is_begun, self.number, self.key = True, number, generation_key(self.process.run, number)
         self.checker.generations.began(self)
 
-    def connect(self, holder: Holder) -> None:
+    def connect(self, holder: AnyHolder) -> None:
         """Open a link, if it has begun and has not ended."""
         if self.is_begun and not self.is_closed:
             super().connect(holder)
@@ -228,7 +228,7 @@ class InPlaceRank(SimRank):
         self.in_hello = self.process.ended
         return self.in_hello
 
-    def welcomed(self, holder: Holder, stale: Sequence[int]) -> None:
+    def welcomed(self, holder: AnyHolder, stale: Sequence[int]) -> None:
         """Name closed stores no more once the holder has read of them."""
         super().welcomed(holder, stale)
         self.process.ended = [owner for owner in self.process.ended if owner not in self.in_hello]
@@ -259,7 +259,7 @@ class InPlaceRank(SimRank):
         if self not in self.world.ranks:
             self.why = "replaced while it was frozen: it reads an answer of then"
             return None
-        if isinstance(answer, ShardRead):
+        if isinstance(answer, CopiedRead):
             self.checker.generations.goes_on(self, answer)
         return self.checker.restores.restored(self, answer)
 
@@ -307,7 +307,7 @@ class InPlaceRank(SimRank):
         if holder is not None:
             self._bye(holder, link)
 
-    def _bye(self, holder: Holder, link: object) -> None:
+    def _bye(self, holder: AnyHolder, link: object) -> None:
         if holder.is_up and holder.is_frozen:
             self.world.at(2 * THAW_POLL_S, lambda: self._bye(holder, link))
         elif holder.is_up and not self.is_dead:

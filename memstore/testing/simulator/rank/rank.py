@@ -23,7 +23,7 @@ from memstore.testing.controller.holder import LEVELS
 from memstore.testing.requests import request_of
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.world.memory import Memory
-from memstore.testing.simulator.world.processes import Answer, CallFailed, Holder, ShardRead
+from memstore.testing.simulator.world.processes import Answer, AnyHolder, CallFailed, CopiedRead
 from memstore.testing.simulator.world.virtual_time import Thread, Wait
 from memstore.testing.simulator.world.world import World
 from recovery.inventory import ShardId
@@ -51,7 +51,7 @@ class SimRank:
         self.is_dead = self.is_frozen = self.is_fenced = False
         self.is_left = False  # its launcher takes it for dead
         self.is_restored = False  # its get is over
-        self.holder: Holder | None = None
+        self.holder: AnyHolder | None = None
         self.link: object = None  # to which it listens
         self.mapping: list[bytearray] = []  # the arena's file: another list if that is another file
         self.pool: list[int] = []
@@ -83,11 +83,11 @@ class SimRank:
         """Return the stores that its process has closed."""
         return []
 
-    def connect(self, holder: Holder) -> None:
+    def connect(self, holder: AnyHolder) -> None:
         """Open a link to the host's holder, and say which slots it holds (R8)."""
         holder.join(self)
 
-    def welcomed(self, holder: Holder, stale: Sequence[int]) -> None:
+    def welcomed(self, holder: AnyHolder, stale: Sequence[int]) -> None:
         """Give up slots that are not its own; a put in such slots is sent again for its level only."""
         self.holder = holder
         self.map_arena(holder.memory)
@@ -100,7 +100,7 @@ class SimRank:
         taken = {n for ready in self.unsealed_puts.values() for n in ready.slots}
         self.pool = sorted({*self.pool, *regranted}.difference(stale) - self.in_copy - taken)
 
-    def connected(self, holder: Holder) -> None:
+    def connected(self, holder: AnyHolder) -> None:
         """Send again what was not sealed or answered."""
         for _, ready in sorted(self.unsealed_puts.items()):
             holder.take_over(self, ready)
@@ -138,7 +138,7 @@ class SimRank:
         self._send(lambda holder: holder.call(self, call_id, request))
         return call_id
 
-    def _send(self, work: Callable[[Holder], None], holder: Holder | None = None) -> None:
+    def _send(self, work: Callable[[AnyHolder], None], holder: AnyHolder | None = None) -> None:
         """Send on the link as it is now: a frozen holder reads it when it wakes, a dead one never."""
         holder = holder or self.holder
         if holder is None or holder is not self.holder or not holder.is_up:
@@ -217,7 +217,7 @@ class SimRank:
         answer = yield from self._answer(
             "read_step", RANGES_S, rank=other, step=None, of_attempt=None, chunks=[[0, 1], [last, 1]]
         )
-        if isinstance(answer, ShardRead):
+        if isinstance(answer, CopiedRead):
             self.checker.restores.read_ranges(self, answer)
 
     def _read_shard(self, rank: int) -> Thread:
@@ -225,7 +225,7 @@ class SimRank:
         answer = yield from self._answer(
             "read_step", RANGES_S, rank=rank, step=None, of_attempt=None, reader=self.nonce
         )
-        if isinstance(answer, ShardRead):
+        if isinstance(answer, CopiedRead):
             self.checker.restores.read_ranges(self, answer)
 
     def repair(self, manifest: Manifest, missing: Sequence[int]) -> Generator[Wait, None, dict[int, bytes]]:
@@ -235,7 +235,7 @@ class SimRank:
             "read_step", RANGES_S, rank=shard.rank, step=shard.step, of_attempt=shard.attempt,
             chunks=[[index, 1] for index in missing], is_repair=True,
         )  # fmt: skip
-        if not isinstance(answer, ShardRead):
+        if not isinstance(answer, CopiedRead):
             return {}
         return {i: data for i, data in answer.chunks.items() if chunk_digest(data) == manifest.chunks[i].digest}
 
@@ -262,10 +262,10 @@ class SimRank:
                 return None
 
     def all_loaded(
-        self, answer: NothingStored | ShardRead | StepAgreed, problem: str | None = None
+        self, answer: NothingStored | CopiedRead | StepAgreed, problem: str | None = None
     ) -> Generator[Wait, None, bool]:
         """Say that it has loaded what it was sent, or why not; False if it is to ask again, or the get failed (R23)."""
-        placed = answer.placed if isinstance(answer, ShardRead) else answer
+        placed = answer.placed if isinstance(answer, CopiedRead) else answer
         report = None if isinstance(placed, NothingStored) else placed.report
         if report is None:
             return True

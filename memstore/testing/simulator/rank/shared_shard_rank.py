@@ -12,12 +12,12 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from memstore.core.format.manifest import Manifest, decode_manifest
-from memstore.core.format.shared_layout import Part, SharedShardLayout
+from memstore.core.format.shared_layout import ShardPart, SharedShardLayout
 from memstore.core.wire.replies import Joined, NothingStored
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.rank.dealing import Dealer
 from memstore.testing.simulator.rank.rank import GET_S, SimRank, chunk_of
-from memstore.testing.simulator.world.processes import Answer, CallFailed, ShardRead
+from memstore.testing.simulator.world.processes import Answer, CallFailed, CopiedRead
 from memstore.testing.simulator.world.virtual_time import Wait
 from memstore.testing.simulator.world.world import World
 from recovery.inventory import StepId
@@ -63,9 +63,14 @@ class SharedShardRank(SimRank):
         self.checker.shared_shards.joined(self, answer)
         size = self.world.memories[self.host_id].chunk_bytes
         first = SHARED_CHUNKS * self.is_writer
-        shared = Part(b"", 0, SHARED_CHUNKS * size) if self.is_writer else None
+        shared = ShardPart(b"", 0, SHARED_CHUNKS * size) if self.is_writer else None
         layout = SharedShardLayout(
-            place.shard, place.shards, self.writers, self.writers_by_shard, shared, Part(b"", first, OWN_CHUNKS * size)
+            place.shard,
+            place.shards,
+            self.writers,
+            self.writers_by_shard,
+            shared,
+            ShardPart(b"", first, OWN_CHUNKS * size),
         )
         self.layout = layout.encode((first + OWN_CHUNKS) * size)
 
@@ -118,11 +123,11 @@ class SharedShardRank(SimRank):
             if answer.error.startswith("ManifestMismatch"):
                 self.dealer.refused(self.shard_of)
             return None
-        if not isinstance(answer, ShardRead):
+        if not isinstance(answer, CopiedRead):
             return self.checker.restores.restored(self, answer)
         mine, placed = self._layout_of(answer), answer.placed
         if mine.shared is not None:
-            found: ShardRead | None = answer
+            found: CopiedRead | None = answer
         else:
             found = yield from self._read(self._near(mine.writers), placed.step, placed.attempt)
         is_over = yield from self.all_loaded(answer, "the writer's shard did not come" if found is None else None)
@@ -150,7 +155,7 @@ class SharedShardRank(SimRank):
         self._loaded(step, found, None)
         return step.step
 
-    def _read_shared(self, opened: ShardRead, step: StepId) -> Generator[Wait, None, ShardRead | None]:
+    def _read_shared(self, opened: CopiedRead, step: StepId) -> Generator[Wait, None, CopiedRead | None]:
         """Read what a writer of the step shares; `opened` may be of another step, which is no longer the newest."""
         if step != StepId(opened.placed.attempt, opened.placed.step):
             again = yield from self._read(0, step.step, step.attempt)
@@ -160,21 +165,21 @@ class SharedShardRank(SimRank):
         writer = self._near(self._layout_of(opened).writers_by_shard[self.shard])
         return (yield from self._read(writer, step.step, step.attempt))
 
-    def _read(self, rank: int, step: int | None, attempt: int | None) -> Generator[Wait, None, ShardRead | None]:
-        found: ShardRead | None = yield from self._call("read_step", GET_S, rank=rank, step=step, of_attempt=attempt)
+    def _read(self, rank: int, step: int | None, attempt: int | None) -> Generator[Wait, None, CopiedRead | None]:
+        found: CopiedRead | None = yield from self._call("read_step", GET_S, rank=rank, step=step, of_attempt=attempt)
         return found
 
     def _near(self, ranks: Sequence[int]) -> int:
         """Return the writer that all ranks of this host read from."""
         return ranks[zlib.crc32(self.host_id.encode()) % len(ranks)]
 
-    def _layout_of(self, answer: ShardRead) -> SharedShardLayout:
+    def _layout_of(self, answer: CopiedRead) -> SharedShardLayout:
         layout = SharedShardLayout.decode(decode_manifest(answer.placed.manifest))
         if layout is None:
             raise ValueError(f"the shard that was put at step {answer.placed.step} has no layout of a shared shard")
         return layout
 
-    def _loaded(self, step: StepId, shared: ShardRead, own: list[bytes] | None) -> None:
+    def _loaded(self, step: StepId, shared: CopiedRead, own: list[bytes] | None) -> None:
         """Check both parts: the shared one must come from a shard whose layout says that it has it."""
         found, where = self._layout_of(shared), StepId(shared.placed.attempt, shared.placed.step)
         count = SHARED_CHUNKS if found.shared is not None else 0

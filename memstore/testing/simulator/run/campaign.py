@@ -32,7 +32,7 @@ ADDED_UP = (
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """The result of one run; `rule` is "" if everything held."""
 
     seed: int
@@ -48,7 +48,7 @@ class Outcome:
     injected: dict[str, int] = field(default_factory=dict)
 
 
-def play(scenario: Scenario) -> Outcome:
+def play(scenario: Scenario) -> RunOutcome:
     """Run one scenario to its end or to its first failure; an exception becomes the outcome's rule."""
     simulation, rule, why = None, "", ""
     try:
@@ -60,15 +60,15 @@ def play(scenario: Scenario) -> Outcome:
         rule = type(error).__name__
         why = "".join(traceback.format_exception(type(error), error, error.__traceback__)[-6:])
     if simulation is None:
-        return Outcome(scenario.seed, rule, why, scenario.text())
+        return RunOutcome(scenario.seed, rule, why, scenario.text())
     cluster, observed = simulation.cluster, simulation.checker.observed
-    return Outcome(
+    return RunOutcome(
         scenario.seed, rule, why, describe(cluster) if rule else "", cluster.fingerprint, cluster.now,
         cluster.time.events_count, observed.steps_put, len(observed.acked), observed.restores, dict(observed.injected),
     )  # fmt: skip
 
 
-def shrink(scenario: Scenario, rule: str, *, limit_s: float = SHRINK_S) -> tuple[Scenario, Outcome]:
+def shrink(scenario: Scenario, rule: str, *, limit_s: float = SHRINK_S) -> tuple[Scenario, RunOutcome]:
     """Drop faults in halves and one by one, then shorten them, while the same rule still breaks.
 
     No run begins after `limit_s`, or after SHRINK_PLAYS_MAX runs.
@@ -76,7 +76,7 @@ def shrink(scenario: Scenario, rule: str, *, limit_s: float = SHRINK_S) -> tuple
     Returns:
         The scenario with the faults that are left, and the outcome of its run.
     """
-    best: tuple[Scenario, Outcome] | None = None
+    best: tuple[Scenario, RunOutcome] | None = None
     plays, until_s = 0, time.monotonic() + limit_s
 
     def breaks(faults: list[Fault]) -> bool:
@@ -117,7 +117,7 @@ def replay_command(scenario: Scenario) -> str:
     return f"{COMMAND} --scenario '{scenario.to_json()}'"
 
 
-def failure_text(scenario: Scenario, outcome: Outcome, *, limit_s: float = SHRINK_S) -> str:
+def failure_text(scenario: Scenario, outcome: RunOutcome, *, limit_s: float = SHRINK_S) -> str:
     """Return a text for people: the shrunk scenario, what happened, the command that plays it again."""
     shrunk, last = shrink(scenario, outcome.rule, limit_s=limit_s)
     return (
@@ -141,7 +141,7 @@ class Summary:
     faults: dict[str, int] = field(default_factory=dict)
     violations: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: RunOutcome) -> None:
         """Count one run."""
         self.seeds += 1
         self.virtual_h += outcome.virtual_s / 3600
@@ -183,12 +183,12 @@ class Summary:
         )
 
 
-def play_seeds(seeds: Sequence[int]) -> list[Outcome]:
+def play_seeds(seeds: Sequence[int]) -> list[RunOutcome]:
     """Play a few seeds in this process."""
     return [play(draw(seed)) for seed in seeds]
 
 
-def _outcomes(seeds: Iterable[int], jobs: int, is_late: Callable[[], bool]) -> Iterator[Outcome]:
+def _outcomes(seeds: Iterable[int], jobs: int, is_late: Callable[[], bool]) -> Iterator[RunOutcome]:
     numbers = iter(seeds)
     if jobs == 1:
         for seed in numbers:
@@ -197,7 +197,7 @@ def _outcomes(seeds: Iterable[int], jobs: int, is_late: Callable[[], bool]) -> I
             yield play(draw(seed))
         return
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        running: set[Future[list[Outcome]]] = set()
+        running: set[Future[list[RunOutcome]]] = set()
         while True:
             while len(running) < 2 * jobs and not is_late():
                 chunk = list(itertools.islice(numbers, CHUNK_SEEDS))
@@ -213,7 +213,7 @@ def _outcomes(seeds: Iterable[int], jobs: int, is_late: Callable[[], bool]) -> I
 
 def run(
     first: int, count: int, *, jobs: int = 0, minutes: float | None = None,
-    on_outcome: Callable[[Outcome], None] = lambda outcome: None,
+    on_outcome: Callable[[RunOutcome], None] = lambda outcome: None,
 ) -> Summary:  # fmt: skip
     """Play seeds `first` to `first + count - 1`, or as many as begin within `minutes`.
 

@@ -21,9 +21,9 @@ from memstore.testing.simulator.rank.rank import SimRank
 from memstore.testing.simulator.world.durable_storage import DurableStorage
 from memstore.testing.simulator.world.memory import Memory
 from memstore.testing.simulator.world.network import Network
-from memstore.testing.simulator.world.processes import Rank
+from memstore.testing.simulator.world.processes import AnyRank
 from memstore.testing.simulator.world.scenario import Scenario
-from memstore.testing.simulator.world.virtual_time import Process, Thread, VirtualTime
+from memstore.testing.simulator.world.virtual_time import SimProcess, Thread, VirtualTime
 
 CHUNK_BYTES = 64
 RESTART_S = 1.0
@@ -34,7 +34,7 @@ ORPHAN_TTL_S = 12.0 + idle_time.EVERY_S
 BOOT = "boot"  # machines restart only in other faults, and then without their memory
 
 
-class Cluster:
+class SimCluster:
     """The one `World`: virtual time, hosts, ranks, controllers, and the checks of all they do."""
 
     def __init__(self, scenario: Scenario) -> None:
@@ -92,7 +92,7 @@ class Cluster:
         """Do something after a delay."""
         self.time.at(delay_s, work)
 
-    def spawn(self, work: Thread, process: Process) -> None:
+    def spawn(self, work: Thread, process: SimProcess) -> None:
         """Run a generator as a thread of a process."""
         self.time.spawn(work, process)
 
@@ -267,7 +267,7 @@ class Cluster:
         stores = [store for process in self.processes if process.is_up for store in (*process.former, process.store)]
         return [store for store in stores if not store.is_closed and store not in self.ranks]
 
-    def entered(self, rank: Rank) -> None:
+    def entered(self, rank: AnyRank) -> None:
         """Let a process that recovers in place use a new Store from now on."""
         for number, known in enumerate(self.ranks):
             if isinstance(rank, InPlaceRank) and isinstance(known, InPlaceRank) and known.process is rank.process:

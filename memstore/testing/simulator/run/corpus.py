@@ -15,7 +15,7 @@ DEFAULT = Path("tests/simulator/corpus.jsonl")
 
 
 @dataclass(frozen=True)
-class Row:
+class CorpusRow:
     """One scenario that failed."""
 
     rule: str
@@ -25,20 +25,20 @@ class Row:
     scenario: Scenario
 
 
-def read(path: Path = DEFAULT) -> list[Row]:
+def read(path: Path = DEFAULT) -> list[CorpusRow]:
     """Return the rows of a corpus file; raise ValueError with the number of a line that is no row."""
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             found = json.loads(line)
             scenario = Scenario.from_json(json.dumps(found.pop("scenario")))
-            rows.append(Row(**found, scenario=scenario))
+            rows.append(CorpusRow(**found, scenario=scenario))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path.name}:{number} is no row of a corpus: {error}") from error
     return rows
 
 
-def record(row: Row, path: Path = DEFAULT) -> bool:
+def record(row: CorpusRow, path: Path = DEFAULT) -> bool:
     """Append a row unless its scenario is there; return whether it was new."""
     if path.exists() and any(known.scenario == row.scenario for known in read(path)):
         return False

@@ -10,7 +10,7 @@ from memstore.testing.faults.catalogue import KINDS, Fault, plays
 from memstore.testing.simulator.host.holder import SimHolder
 from memstore.testing.simulator.rank.rank import SimRank
 from memstore.testing.simulator.run import people, taken_files
-from memstore.testing.simulator.run.cluster import Cluster
+from memstore.testing.simulator.run.cluster import SimCluster
 
 STEPS_S = (2.0, 60.0, 3600.0, 86_400.0)
 LATE_S = 2.0  # at least so much later than the others a host comes back, where all were ended
@@ -18,15 +18,15 @@ LAUNCH_LATER_S = 2.0
 SHORT_S = 4.0  # below dead_after_s and recovery_grace_s: no host is given up for this
 AWAKE_S = 6.0  # for so long a process that was replaced goes on once it is awake
 LINK_AWAY_S = 0.2  # a process connects again at once, most often before its holder knows that the link broke
-Inject = Callable[[Cluster, Fault], None]
+Inject = Callable[[SimCluster, Fault], None]
 INJECT: dict[str, Inject] = {}
 fault = functools.partial(plays, table=INJECT)
 
 
-class Faults:
+class SimFaults:
     """The faults of one simulation."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: SimCluster) -> None:
         self.cluster, self.people = cluster, people.People(cluster)
 
     def inject(self, each: Fault) -> None:
@@ -44,35 +44,35 @@ class Faults:
             _blamed(cluster, each.kind, lambda: INJECT[each.kind](cluster, each))
 
 
-def _blamed(cluster: Cluster, kind: str, work: Callable[[], object]) -> None:
+def _blamed(cluster: SimCluster, kind: str, work: Callable[[], object]) -> None:
     """Do something whose losses are the fault's doing, not the store's."""
     with cluster.checker.blaming(kind):
         work()
 
 
-def _names(cluster: Cluster, each: Fault) -> list[str]:
+def _names(cluster: SimCluster, each: Fault) -> list[str]:
     names = sorted(cluster.holders)
     return sorted({names[i % len(names)] for i in each.hosts})
 
 
-def _holder(cluster: Cluster, each: Fault) -> SimHolder:
+def _holder(cluster: SimCluster, each: Fault) -> SimHolder:
     return cluster.holders[_names(cluster, each)[0]]
 
 
-def _rank(cluster: Cluster, each: Fault) -> SimRank | None:
+def _rank(cluster: SimCluster, each: Fault) -> SimRank | None:
     living = [r for r in cluster.ranks if not r.is_dead]
     return living[each.rank % len(living)] if living else None
 
 
 @fault("kill-rank")
-def _kill_rank(cluster: Cluster, each: Fault) -> None:
+def _kill_rank(cluster: SimCluster, each: Fault) -> None:
     rank = _rank(cluster, each)
     if rank is not None:
         cluster.kill_rank(rank, "killed")
 
 
 @fault("leave-rank")
-def _leave_rank(cluster: Cluster, each: Fault) -> None:
+def _leave_rank(cluster: SimCluster, each: Fault) -> None:
     """Let the launcher lose sight of a rank: it starts another while that one trains on (R20, R21)."""
     rank = _rank(cluster, each)
     if rank is not None:
@@ -81,7 +81,7 @@ def _leave_rank(cluster: Cluster, each: Fault) -> None:
 
 
 @fault("zombie-rank")
-def _zombie_rank(cluster: Cluster, each: Fault) -> None:
+def _zombie_rank(cluster: SimCluster, each: Fault) -> None:
     """Stop a process out of its launcher's reach: it is replaced, and wakes later, wherever it was (R21)."""
     rank = _rank(cluster, each)
     if rank is not None:
@@ -91,14 +91,14 @@ def _zombie_rank(cluster: Cluster, each: Fault) -> None:
 
 
 @fault("lose-two")
-def _lose_two(cluster: Cluster, each: Fault) -> None:
+def _lose_two(cluster: SimCluster, each: Fault) -> None:
     """End the processes of two ranks at once."""
     for _ in range(2):
         _kill_rank(cluster, each)
 
 
 @fault("lose-both")
-def _lose_both(cluster: Cluster, each: Fault) -> None:
+def _lose_both(cluster: SimCluster, each: Fault) -> None:
     """End a rank and the holder of its host at once, as the kernel does for want of memory."""
     rank = _rank(cluster, each)
     if rank is not None:
@@ -107,7 +107,7 @@ def _lose_both(cluster: Cluster, each: Fault) -> None:
 
 
 @fault("die-in-recovery")
-def _die_in_recovery(cluster: Cluster, each: Fault) -> None:
+def _die_in_recovery(cluster: SimCluster, each: Fault) -> None:
     """While the next lost rank is replaced, end one process after the other: replacements or survivors."""
     for number in range(min(each.count, 3)):
         at_s = (number + 0.5) * min(each.for_s, SHORT_S)
@@ -116,27 +116,27 @@ def _die_in_recovery(cluster: Cluster, each: Fault) -> None:
 
 
 @fault("controller-in-recovery")
-def _controller_in_recovery(cluster: Cluster, each: Fault) -> None:
+def _controller_in_recovery(cluster: SimCluster, each: Fault) -> None:
     """End the controller while the next lost rank is replaced."""
     at_s, back_s = 0.4 * each.count, min(each.for_s, 3.0)
     cluster.in_recovery.append(lambda: cluster.at(at_s, lambda: cluster.crash_controller(restart_after_s=back_s)))
 
 
 @fault("holder-in-recovery")
-def _holder_in_recovery(cluster: Cluster, each: Fault) -> None:
+def _holder_in_recovery(cluster: SimCluster, each: Fault) -> None:
     """End a holder, or freeze it, while the next lost rank is replaced."""
     work = functools.partial(_kill_holder if each.rank % 2 else _freeze_holder, cluster, replace(each, for_s=SHORT_S))
     cluster.in_recovery.append(lambda: cluster.at(0.4 * each.count, work))
 
 
 @fault("late-launch")
-def _late_launch(cluster: Cluster, each: Fault) -> None:
+def _late_launch(cluster: SimCluster, each: Fault) -> None:
     """Let the next lost rank be replaced late."""
     cluster.in_recovery.append(lambda: setattr(cluster, "late_launch_s", each.for_s))
 
 
 @fault("break-link")
-def _break_link(cluster: Cluster, each: Fault) -> None:
+def _break_link(cluster: SimCluster, each: Fault) -> None:
     """Break a rank's link to its living holder; what is on its way is lost, and the rank connects again (R8)."""
     rank = _rank(cluster, each)
     if rank is not None:
@@ -145,7 +145,7 @@ def _break_link(cluster: Cluster, each: Fault) -> None:
 
 
 @fault("late-hello")
-def _late_hello(cluster: Cluster, each: Fault) -> None:
+def _late_hello(cluster: SimCluster, each: Fault) -> None:
     """Let a holder serve a link only after its process has given it up and has connected again (R8)."""
     rank = _rank(cluster, each)
     if rank is not None:
@@ -153,7 +153,7 @@ def _late_hello(cluster: Cluster, each: Fault) -> None:
         cluster.at(LINK_AWAY_S, lambda: _connect_again(cluster, rank))
 
 
-def _connect_again(cluster: Cluster, rank: SimRank, late_s: float = 0.0) -> None:
+def _connect_again(cluster: SimCluster, rank: SimRank, late_s: float = 0.0) -> None:
     if not rank.is_dead:
         rank.link = rank.holder = None
         cluster.holders[rank.host_id].late_s = late_s
@@ -161,7 +161,7 @@ def _connect_again(cluster: Cluster, rank: SimRank, late_s: float = 0.0) -> None
 
 
 @fault("put-raises")
-def _put_raises(cluster: Cluster, each: Fault) -> None:
+def _put_raises(cluster: SimCluster, each: Fault) -> None:
     """Let puts of a rank raise before anything is copied; it trains on, and no message says so (R12)."""
     rank = _rank(cluster, each)
     if rank is not None:
@@ -169,14 +169,14 @@ def _put_raises(cluster: Cluster, each: Fault) -> None:
 
 
 @fault("load-fails")
-def _load_fails(cluster: Cluster, each: Fault) -> None:
+def _load_fails(cluster: SimCluster, each: Fault) -> None:
     """End a rank; in the launch that follows one of its ranks cannot load what its get brings, and all try to put."""
     cluster.failing_loads += 1
     _kill_rank(cluster, each)
 
 
 @fault("differ")
-def _differ(cluster: Cluster, each: Fault) -> None:
+def _differ(cluster: SimCluster, each: Fault) -> None:
     """Let a writer put other bytes than the ranks with the same shard, for some steps (R34)."""
     rank = _rank(cluster, each)
     if rank is not None:
@@ -184,7 +184,7 @@ def _differ(cluster: Cluster, each: Fault) -> None:
 
 
 @fault("freeze-rank")
-def _freeze_rank(cluster: Cluster, each: Fault) -> None:
+def _freeze_rank(cluster: SimCluster, each: Fault) -> None:
     rank = _rank(cluster, each)
     if rank is not None:
         rank.is_frozen = True
@@ -192,24 +192,24 @@ def _freeze_rank(cluster: Cluster, each: Fault) -> None:
 
 
 @fault("kill-holder")
-def _kill_holder(cluster: Cluster, each: Fault) -> None:
+def _kill_holder(cluster: SimCluster, each: Fault) -> None:
     cluster.kill_holder(_holder(cluster, each).host_id)
 
 
 @fault("crash-holder-at")
-def _crash_holder_at(cluster: Cluster, each: Fault) -> None:
+def _crash_holder_at(cluster: SimCluster, each: Fault) -> None:
     _holder(cluster, each).memory.crash_in = each.count
 
 
 @fault("freeze-holder")
-def _freeze_holder(cluster: Cluster, each: Fault) -> None:
+def _freeze_holder(cluster: SimCluster, each: Fault) -> None:
     holder = _holder(cluster, each)
     holder.is_frozen = True
     cluster.at(each.for_s, lambda: cluster.thaw_holder(holder))
 
 
 @fault("replace-holder")
-def _replace_holder(cluster: Cluster, each: Fault) -> None:
+def _replace_holder(cluster: SimCluster, each: Fault) -> None:
     """Freeze a holder, which is then killed by the successor that waits for its lock (R2)."""
     holder = _holder(cluster, each)
     holder.is_frozen = True
@@ -217,13 +217,13 @@ def _replace_holder(cluster: Cluster, each: Fault) -> None:
 
 
 @fault("kill-host")
-def _kill_host(cluster: Cluster, each: Fault) -> None:
+def _kill_host(cluster: SimCluster, each: Fault) -> None:
     for name in _names(cluster, each)[: cluster.scenario.replicas - 1]:
         cluster.kill_host(name, back_after_s=each.for_s)
 
 
 @fault("preempt")
-def _preempt(cluster: Cluster, each: Fault) -> None:
+def _preempt(cluster: SimCluster, each: Fault) -> None:
     """Announce the end of a host, end it at that moment, and bring another of its name later (R29).
 
     A strict scenario spares the host if its end would be beyond the promise.
@@ -238,7 +238,7 @@ def _preempt(cluster: Cluster, each: Fault) -> None:
     cluster.at(each.for_s, end)
 
 
-def _rack(cluster: Cluster, each: Fault) -> list[str]:
+def _rack(cluster: SimCluster, each: Fault) -> list[str]:
     rack = _holder(cluster, each).info.labels.get("rack")
     if rack is None:
         return _names(cluster, each)[: cluster.scenario.replicas - 1]
@@ -248,13 +248,13 @@ def _rack(cluster: Cluster, each: Fault) -> list[str]:
 
 
 @fault("kill-rack")
-def _kill_rack(cluster: Cluster, each: Fault) -> None:
+def _kill_rack(cluster: SimCluster, each: Fault) -> None:
     for name in _rack(cluster, each):
         cluster.kill_host(name, back_after_s=each.for_s)
 
 
 @fault("wear-rack")
-def _wear_rack(cluster: Cluster, each: Fault) -> None:
+def _wear_rack(cluster: SimCluster, each: Fault) -> None:
     """Lose the hosts of a rack one after another, each replaced by a blank one before the next goes (R29)."""
     # Until then a second grave fault would be beyond the promise.
     cluster.wears_until_s = cluster.now + len(cluster.holders) * each.for_s
@@ -264,7 +264,7 @@ def _wear_rack(cluster: Cluster, each: Fault) -> None:
 
 
 @fault("end-job")
-def _end_job(cluster: Cluster, each: Fault) -> None:
+def _end_job(cluster: SimCluster, each: Fault) -> None:
     """End every rank; no launch follows before the store had time to be whole again (R29)."""
     cluster.is_job_over = True
     for rank in [*cluster.ranks, *cluster.former]:
@@ -272,7 +272,7 @@ def _end_job(cluster: Cluster, each: Fault) -> None:
 
 
 @fault("flap-host")
-def _flap_host(cluster: Cluster, each: Fault) -> None:
+def _flap_host(cluster: SimCluster, each: Fault) -> None:
     name = _names(cluster, each)[0]
     cluster.kill_host(name, back_after_s=0.5)
     for n in range(1, 4):
@@ -280,7 +280,7 @@ def _flap_host(cluster: Cluster, each: Fault) -> None:
 
 
 @fault("reboot-all")
-def _reboot_all(cluster: Cluster, each: Fault) -> None:
+def _reboot_all(cluster: SimCluster, each: Fault) -> None:
     """End every process of Ray at once; one host comes up late (R24)."""
     for controller in cluster.controllers:
         controller.stop()
@@ -293,7 +293,7 @@ def _reboot_all(cluster: Cluster, each: Fault) -> None:
 
 
 @fault("partition")
-def _partition(cluster: Cluster, each: Fault) -> None:
+def _partition(cluster: SimCluster, each: Fault) -> None:
     left = _names(cluster, each)
     if cluster.scenario.is_strict and each.for_s > SHORT_S:
         left = left[: cluster.scenario.replicas - 1]
@@ -303,7 +303,7 @@ def _partition(cluster: Cluster, each: Fault) -> None:
 
 
 @fault("one-way")
-def _one_way(cluster: Cluster, each: Fault) -> None:
+def _one_way(cluster: SimCluster, each: Fault) -> None:
     name = _names(cluster, each)[0]
     others = [*(h for h in cluster.holders if h != name), *(c.name for c in cluster.controllers)]
     cluster.network.cut.update((name, o) if each.count % 2 else (o, name) for o in others)
@@ -311,13 +311,13 @@ def _one_way(cluster: Cluster, each: Fault) -> None:
 
 
 @fault("slow-link")
-def _slow_link(cluster: Cluster, each: Fault) -> None:
+def _slow_link(cluster: SimCluster, each: Fault) -> None:
     cluster.network.slow[_names(cluster, each)[0]] = 10.0 * each.count
     cluster.at(each.for_s, cluster.network.heal)
 
 
 @fault("silent-peers")
-def _silent_peers(cluster: Cluster, each: Fault) -> None:
+def _silent_peers(cluster: SimCluster, each: Fault) -> None:
     """Let requests between hosts and their peers wait for an answer, while the controller receives all reports."""
     names = _names(cluster, each)
     cluster.network.silent.update(names)
@@ -325,22 +325,22 @@ def _silent_peers(cluster: Cluster, each: Fault) -> None:
 
 
 @fault("flip-in-transit")
-def _flip_in_transit(cluster: Cluster, each: Fault) -> None:
+def _flip_in_transit(cluster: SimCluster, each: Fault) -> None:
     cluster.network.flips += each.count
 
 
 @fault("reset-in-transit")
-def _reset_in_transit(cluster: Cluster, each: Fault) -> None:
+def _reset_in_transit(cluster: SimCluster, each: Fault) -> None:
     cluster.network.resets += each.count
 
 
 @fault("double-reports")
-def _double_reports(cluster: Cluster, each: Fault) -> None:
+def _double_reports(cluster: SimCluster, each: Fault) -> None:
     cluster.network.doubles += each.count
 
 
 @fault("flip-at-rest")
-def _flip_at_rest(cluster: Cluster, each: Fault) -> None:
+def _flip_at_rest(cluster: SimCluster, each: Fault) -> None:
     memory = _holder(cluster, each).memory
     sealed = [n for n, h in enumerate(memory.headers) if int(h.state) == 3 and n not in memory.spoilt]
     for number in sealed[each.rank :][: each.count]:
@@ -348,7 +348,7 @@ def _flip_at_rest(cluster: Cluster, each: Fault) -> None:
 
 
 @fault("rot-manifest")
-def _rot_manifest(cluster: Cluster, each: Fault) -> None:
+def _rot_manifest(cluster: SimCluster, each: Fault) -> None:
     """Flip bits in the files of manifests under a living holder; the slots alone do not say whose chunks they hold."""
     memory = _holder(cluster, each).memory
     memory.rotten.update(sorted(memory.manifests)[-each.count :])
@@ -356,12 +356,12 @@ def _rot_manifest(cluster: Cluster, each: Fault) -> None:
 
 
 @fault("kill-controller")
-def _kill_controller(cluster: Cluster, each: Fault) -> None:
+def _kill_controller(cluster: SimCluster, each: Fault) -> None:
     cluster.crash_controller(restart_after_s=min(each.for_s, 3.0))
 
 
 @fault("freeze-controller")
-def _freeze_controller(cluster: Cluster, each: Fault) -> None:
+def _freeze_controller(cluster: SimCluster, each: Fault) -> None:
     """Freeze a controller and start a successor; then the old one wakes and must find out (R17)."""
     controller = cluster.controllers[-1]
     controller.is_frozen = True
@@ -370,7 +370,7 @@ def _freeze_controller(cluster: Cluster, each: Fault) -> None:
 
 
 @fault("second-controller")
-def _second_controller(cluster: Cluster, each: Fault) -> None:
+def _second_controller(cluster: SimCluster, each: Fault) -> None:
     """Start a new controller, cut off from some hosts, while the old one runs (R17)."""
     old = cluster.controllers[-1].name
     left = _names(cluster, each)
@@ -382,32 +382,32 @@ def _second_controller(cluster: Cluster, each: Fault) -> None:
 
 
 @fault("kv-away")
-def _kv_away(cluster: Cluster, each: Fault) -> None:
+def _kv_away(cluster: SimCluster, each: Fault) -> None:
     cluster.has_kv = False
     cluster.at(each.for_s, lambda: setattr(cluster, "has_kv", True))
 
 
 @fault("memory-full")
-def _memory_full(cluster: Cluster, each: Fault) -> None:
+def _memory_full(cluster: SimCluster, each: Fault) -> None:
     memory = _holder(cluster, each).memory
     memory.is_full = True
     cluster.at(min(each.for_s, SHORT_S), lambda: setattr(memory, "is_full", False))
 
 
 @fault("durable-broken")
-def _durable_broken(cluster: Cluster, each: Fault) -> None:
+def _durable_broken(cluster: SimCluster, each: Fault) -> None:
     cluster.durable.problem = "Input/output error"
     cluster.at(each.for_s, lambda: setattr(cluster.durable, "problem", ""))
 
 
 @fault("durable-slow")
-def _durable_slow(cluster: Cluster, each: Fault) -> None:
+def _durable_slow(cluster: SimCluster, each: Fault) -> None:
     cluster.durable.delay_s = 3.0
     cluster.at(each.for_s, lambda: setattr(cluster.durable, "delay_s", 0.05))
 
 
 @fault("rotate-key")
-def _rotate_key(cluster: Cluster, each: Fault) -> None:
+def _rotate_key(cluster: SimCluster, each: Fault) -> None:
     """Replace the key file on one host, and on the others at the end."""
     key = f"{int(each.at_s * 1000):016x}"
     cluster.durable.keys[_names(cluster, each)[0]] = key
@@ -415,18 +415,18 @@ def _rotate_key(cluster: Cluster, each: Fault) -> None:
 
 
 @fault("durable-torn")
-def _durable_torn(cluster: Cluster, each: Fault) -> None:
+def _durable_torn(cluster: SimCluster, each: Fault) -> None:
     cluster.durable.tears += each.count
 
 
 @fault("add-host")
-def _add_host(cluster: Cluster, each: Fault) -> None:
+def _add_host(cluster: SimCluster, each: Fault) -> None:
     if len(cluster.holders) < 6:
         cluster.add_host(f"h{len(cluster.holders)}", {})
 
 
 @fault("step-clock")
-def _step_clock(cluster: Cluster, each: Fault) -> None:
+def _step_clock(cluster: SimCluster, each: Fault) -> None:
     """Step the wall clocks of hosts back or ahead by up to a day, and perhaps that of the next controller."""
     step_s = (1 if each.count % 2 else -1) * STEPS_S[each.rank % len(STEPS_S)]
     for name in _names(cluster, each):
@@ -438,7 +438,7 @@ def _step_clock(cluster: Cluster, each: Fault) -> None:
 
 
 @fault("days-pass")
-def _days_pass(cluster: Cluster, each: Fault) -> None:
+def _days_pass(cluster: SimCluster, each: Fault) -> None:
     """Let days pass without a connect; then end every process. Launch once all hosts are back, or before (R5)."""
     cluster.idle_days_s += 2 * 86_400.0
     back_s = 1.0 + min(each.for_s, SHORT_S) + LATE_S
@@ -447,7 +447,7 @@ def _days_pass(cluster: Cluster, each: Fault) -> None:
 
 
 @fault("lose-number")
-def _lose_number(cluster: Cluster, each: Fault) -> None:
+def _lose_number(cluster: SimCluster, each: Fault) -> None:
     """End a holder and lose its incarnation: the next holder begins below it (R3)."""
     name = _names(cluster, each)[0]
     cluster.kill_holder(name)
@@ -456,6 +456,6 @@ def _lose_number(cluster: Cluster, each: Fault) -> None:
 
 @fault("replace-arena")
 @fault("remove-files")
-def _take_files(cluster: Cluster, each: Fault) -> None:
+def _take_files(cluster: SimCluster, each: Fault) -> None:
     """Take the arena of a dead holder while ranks have it mapped (R8), or the files of a living one (R35)."""
     taken_files.take(cluster, each, _names(cluster, each))

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from memstore.core.wire.calls import RankLoss
 from memstore.inplace.lifelines import End
-from memstore.inplace.membership import Membership
+from memstore.inplace.membership import RankMembership
 from memstore.testing.simulator.rank.in_place import InPlaceProcess, SimBoard
-from memstore.testing.simulator.run.cluster import Cluster
+from memstore.testing.simulator.run.cluster import SimCluster
 from memstore.testing.simulator.world.virtual_time import Thread
 
 POLL_S = 0.05
@@ -26,7 +26,7 @@ FOUND_AFTER_S = 8.0  # such a process is found, and killed at last
 class InPlaceLauncher:
     """The runs of one simulation, one at a time."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: SimCluster) -> None:
         self.cluster = cluster
         self.rng = random.Random(f"launches in place {cluster.scenario.seed}")
 
@@ -37,23 +37,23 @@ class InPlaceLauncher:
             yield (
                 lambda: not cluster.is_job_over and cluster.now >= cluster.launches_from_s and bool(_serving(cluster))
             )
-            run = _Run(cluster, self.rng)
+            run = _SimRun(cluster, self.rng)
             yield from run.to_the_end()
             yield self.rng.uniform(0.2, 1.0)
 
 
-def _serving(cluster: Cluster) -> list[str]:
+def _serving(cluster: SimCluster) -> list[str]:
     return [name for name, holder in sorted(cluster.holders.items()) if holder.is_serving]
 
 
-class _Run:
+class _SimRun:
     """One run: the process of each rank, and the board that all of them see."""
 
-    def __init__(self, cluster: Cluster, rng: random.Random) -> None:
+    def __init__(self, cluster: SimCluster, rng: random.Random) -> None:
         self.cluster, self.rng = cluster, rng
         self.run = f"r{next(cluster.ids)}"
         self.board = SimBoard()
-        self.members = Membership(self.board, cluster.scenario.world_size)
+        self.members = RankMembership(self.board, cluster.scenario.world_size)
         self.processes: list[InPlaceProcess] = []  # by rank
         self.lost: list[int] = []  # ranks that the launcher knows to be lost
         self.frozen_s: dict[InPlaceProcess, float] = {}  # since when a process gives no sign of life

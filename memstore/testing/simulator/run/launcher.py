@@ -5,7 +5,7 @@ from __future__ import annotations
 from memstore.testing.simulator.rank.dealing import Dealer
 from memstore.testing.simulator.rank.rank import SimRank
 from memstore.testing.simulator.rank.shared_shard_rank import SharedShardRank
-from memstore.testing.simulator.run.cluster import Cluster
+from memstore.testing.simulator.run.cluster import SimCluster
 from memstore.testing.simulator.world.virtual_time import Thread
 
 REPLACED_SHARE = 0.3  # of launches
@@ -14,7 +14,7 @@ REPLACED_SHARE = 0.3  # of launches
 class Launcher:
     """The launches of one simulation."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: SimCluster) -> None:
         self.cluster = cluster
         self.dealer = Dealer(cluster.scenario)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from memstore.testing.simulator.run.cluster import Cluster
+from memstore.testing.simulator.run.cluster import SimCluster
 
 
-def describe(cluster: Cluster, notes_count: int = 40) -> str:
+def describe(cluster: SimCluster, notes_count: int = 40) -> str:
     """Return a page: the scenario, the last notes, and each rank with its newest tickets."""
     rows: list[str] = [cluster.scenario.text(), "", *cluster.notes[-notes_count:]]
     for rank in cluster.ranks:

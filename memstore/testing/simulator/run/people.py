@@ -7,7 +7,7 @@ from typing import Any
 
 from memstore.testing.faults.catalogue import Fault
 from memstore.testing.simulator.rank.rank import SimRank
-from memstore.testing.simulator.run.cluster import Cluster
+from memstore.testing.simulator.run.cluster import SimCluster
 from memstore.testing.simulator.world.processes import CallFailed
 from memstore.testing.simulator.world.virtual_time import Endless, Thread
 from recovery.inventory import StepId
@@ -19,7 +19,7 @@ STEPS_MAX = 4  # one of so many newest steps is pinned
 class People:
     """The requests of one simulation, each asked through a living rank."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: SimCluster) -> None:
         self.cluster, self.promises = cluster, cluster.checker.promises
         self.count = 0
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from memstore.testing.part_records import parts_of, source_commit, write_parts
-from memstore.testing.simulator.run.campaign import Outcome, Summary, run
+from memstore.testing.simulator.run.campaign import RunOutcome, Summary, run
 
 BATCH_SEEDS = 50
 Body = dict[str, Any]
@@ -58,7 +58,7 @@ def _joined(before: Body, part: Body) -> Body:
 
 def play_on(
     path: Path, first: int, count: int, *, jobs: int = 0, minutes: float | None = None,
-    on_outcome: Callable[[Outcome], None] = lambda outcome: None,
+    on_outcome: Callable[[RunOutcome], None] = lambda outcome: None,
 ) -> Summary:  # fmt: skip
     """Play the seeds of a range that the record lacks and add them to it; return the summary of this call."""
     commit, total, limit_s = source_commit() or "unknown", Summary(first_seed=first), (minutes or 0) * 60

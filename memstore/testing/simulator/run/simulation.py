@@ -12,8 +12,8 @@ from typing import TypeVar
 from memstore.core.wire.messages import HostBeat
 from memstore.testing.simulator.controller.controller import DIAL_S, LEASE_S, SimController
 from memstore.testing.simulator.host.holder import REAP_S, SimHolder
-from memstore.testing.simulator.run.cluster import Cluster
-from memstore.testing.simulator.run.faults import Faults
+from memstore.testing.simulator.run.cluster import SimCluster
+from memstore.testing.simulator.run.faults import SimFaults
 from memstore.testing.simulator.run.in_place import InPlaceLauncher
 from memstore.testing.simulator.run.launcher import Launcher
 from memstore.testing.simulator.world.memory import Crashed
@@ -34,12 +34,12 @@ class Simulation:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.cluster = Cluster(scenario)
+        self.cluster = SimCluster(scenario)
         self.checker = self.cluster.checker
         self._start_periods()
         launcher = InPlaceLauncher(self.cluster) if scenario.is_in_place else Launcher(self.cluster)
         self.cluster.spawn(launcher.launches(), Endless())
-        faults = Faults(self.cluster)
+        faults = SimFaults(self.cluster)
         for each in scenario.faults:
             self.cluster.at(each.at_s, lambda f=each: faults.inject(f))  # type: ignore[misc]
 

@@ -10,12 +10,12 @@ from memstore.core.holder import lost_files
 from memstore.core.holder.lost_files import FileLoss
 from memstore.errors import CapacityError
 from memstore.testing.faults.catalogue import Fault
-from memstore.testing.simulator.run.cluster import Cluster
+from memstore.testing.simulator.run.cluster import SimCluster
 
 LOOK_S = 0.3
 
 
-def take(cluster: Cluster, fault: Fault, names: list[str]) -> None:
+def take(cluster: SimCluster, fault: Fault, names: list[str]) -> None:
     """Take the files of hosts away, in a strict scenario of no more hosts than the promise allows."""
     for name in names[: cluster.scenario.replicas - 1] if cluster.scenario.is_strict else names:
         if fault.kind == "replace-arena":
@@ -26,7 +26,7 @@ def take(cluster: Cluster, fault: Fault, names: list[str]) -> None:
             cluster.at(LOOK_S, lambda name=name: _look(cluster, name, FileLoss()))  # type: ignore[misc]
 
 
-def _look(cluster: Cluster, name: str, loss: FileLoss) -> None:
+def _look(cluster: SimCluster, name: str, loss: FileLoss) -> None:
     """Let a holder look at its files, until it has ended."""
     holder = cluster.holders[name]
     if cluster.memories[name].is_removed:
@@ -38,7 +38,7 @@ def _look(cluster: Cluster, name: str, loss: FileLoss) -> None:
 class SimFiles:
     """The files of a simulated holder's folder."""
 
-    def __init__(self, cluster: Cluster, name: str) -> None:
+    def __init__(self, cluster: SimCluster, name: str) -> None:
         self.cluster, self.name, self.memory = cluster, name, cluster.memories[name]
 
     def missing(self) -> list[str]:

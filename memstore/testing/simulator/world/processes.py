@@ -20,14 +20,14 @@ from memstore.core.wire.messages import Event, HostInfo
 from memstore.core.wire.orders import Order
 from memstore.core.wire.rank_messages import HolderEvent, PutReady
 from memstore.core.wire.replies import ShardPlaced
-from memstore.core.wire.reports import Inventory
+from memstore.core.wire.reports import HostInventory
 from memstore.shell.holder.pending_calls import Calls
 from memstore.shell.peer.server import PeerServer
 from memstore.testing.simulator.world.memory import Memory
-from memstore.testing.simulator.world.virtual_time import Process, Wait
+from memstore.testing.simulator.world.virtual_time import SimProcess, Wait
 from recovery.inventory import Copy
 
-Answer = Any  # of the type that its request declares; a `ShardRead` for one that names bytes, a `CallFailed`
+Answer = Any  # of the type that its request declares; a `CopiedRead` for one that names bytes, a `CallFailed`
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class CallFailed:
 
 
 @dataclass(frozen=True)
-class ShardRead:
+class CopiedRead:
     """An answer that names bytes, and those bytes as its rank copied them, by chunk."""
 
     placed: ShardPlaced
@@ -50,25 +50,25 @@ class ShardRead:
         return list(self.chunks.values())
 
 
-class Controller(Protocol):
+class AnyController(Protocol):
     """A controller, as holders and checks see it."""
 
     term: int
     machine: ControllerMachine
 
     @property
-    def sessions(self) -> Mapping[str, Session]:
+    def sessions(self) -> Mapping[str, AnySession]:
         """Its open sessions, by host."""
 
 
-class Session(Protocol):
+class AnySession(Protocol):
     """A connection of a controller to a holder, as the holder and the checks see it."""
 
     opened_s: float
     clock_s: float  # the controller's clock, as it last sent it to the holder
 
     @property
-    def controller(self) -> Controller:
+    def controller(self) -> AnyController:
         """The controller at the other end."""
 
     def report(self, event: Event) -> None:
@@ -81,14 +81,14 @@ class Session(Protocol):
         """End the session as a broken connection does."""
 
 
-class Holder(Process, Protocol):
+class AnyHolder(SimProcess, Protocol):
     """A holder, as ranks, controllers and checks see it."""
 
     host_id: str
     memory: Memory
     replicas: Store
     peer_server: PeerServer
-    sessions: Sessions[Session]
+    sessions: Sessions[AnySession]
     calls: Calls  # that no controller has answered
 
     @property
@@ -96,7 +96,7 @@ class Holder(Process, Protocol):
         """Return the highest term of a controller that it has obeyed."""
 
     @property
-    def session(self) -> Session | None:
+    def session(self) -> AnySession | None:
         """Return the session that it obeys."""
 
     @property
@@ -106,33 +106,33 @@ class Holder(Process, Protocol):
     def copies(self) -> Sequence[Copy]:
         """Return its inventory."""
 
-    def connected(self) -> Sequence[Rank]:
+    def connected(self) -> Sequence[AnyRank]:
         """Return the stores that it speaks to, on open links."""
 
     # -- for a rank on its host ---------------------------------------------------------------
 
-    def join(self, rank: Rank) -> None:
+    def join(self, rank: AnyRank) -> None:
         """Open a link."""
 
     def leave(self, link: object) -> None:
         """Take the `bye` that came on a link."""
 
-    def call(self, rank: Rank, call_id: int, request: RankCall) -> None:
+    def call(self, rank: AnyRank, call_id: int, request: RankCall) -> None:
         """Relay a rank's question to the controller."""
 
-    def take_over(self, rank: Rank, ready: PutReady) -> None:
+    def take_over(self, rank: AnyRank, ready: PutReady) -> None:
         """Seal what a rank has written into its slots."""
 
     # -- for a controller ---------------------------------------------------------------------
 
-    def accept(self, session: Session) -> bool:
+    def accept(self, session: AnySession) -> bool:
         """Use a session from now on; False if the holder obeys a controller with a higher term."""
 
     @property
     def info(self) -> HostInfo:
         """Return who it is."""
 
-    def hello(self) -> Inventory:
+    def hello(self) -> HostInventory:
         """Return the first message of a session."""
 
     def obey(self, order: Order) -> None:
@@ -142,7 +142,7 @@ class Holder(Process, Protocol):
         """Pass the answer to a question on to its rank."""
 
 
-class Rank(Process, Protocol):
+class AnyRank(SimProcess, Protocol):
     """A training process, as its holder and the checks see it."""
 
     job: str
@@ -155,7 +155,7 @@ class Rank(Process, Protocol):
     owner: Owner
     is_dead: bool
     is_fenced: bool
-    holder: Holder | None
+    holder: AnyHolder | None
     link: object  # to which it listens
     mapping: list[bytearray]  # the slots of the arena that it has mapped
     pool: list[int]  # slots leased to it
@@ -174,10 +174,10 @@ class Rank(Process, Protocol):
     def read(self, slots: Sequence[int | None]) -> list[bytes]:
         """Return the bytes of slots as it has them mapped, b"" for a slot that is None."""
 
-    def welcomed(self, holder: Holder, stale: Sequence[int]) -> None:
+    def welcomed(self, holder: AnyHolder, stale: Sequence[int]) -> None:
         """Take note that a holder has taken its link, and which slots are not its own."""
 
-    def connected(self, holder: Holder) -> None:
+    def connected(self, holder: AnyHolder) -> None:
         """Send again what was not sealed or answered."""
 
     def receive(self, message: HolderEvent) -> None:

@@ -12,7 +12,7 @@ Thread = Generator[Wait, None, None]
 POLL_S = 0.05
 
 
-class Process(Protocol):
+class SimProcess(Protocol):
     """The owner of threads: they end when it dies, and wait while it is frozen."""
 
     @property
@@ -38,7 +38,7 @@ class VirtualTime(EventQueue):
         super().__init__()
         self._close = close
 
-    def spawn(self, work: Thread, process: Process) -> None:
+    def spawn(self, work: Thread, process: SimProcess) -> None:
         """Run a generator as a thread of a process."""
 
         def step() -> None:

@@ -10,9 +10,9 @@ from memstore.core.cluster.state import Rules
 from memstore.testing.simulator.world.durable_storage import DurableStorage
 from memstore.testing.simulator.world.memory import Memory
 from memstore.testing.simulator.world.network import Network
-from memstore.testing.simulator.world.processes import Controller, Holder, Rank
+from memstore.testing.simulator.world.processes import AnyController, AnyHolder, AnyRank
 from memstore.testing.simulator.world.scenario import Scenario
-from memstore.testing.simulator.world.virtual_time import Process, Thread
+from memstore.testing.simulator.world.virtual_time import SimProcess, Thread
 
 
 class World(Protocol):
@@ -36,30 +36,30 @@ class World(Protocol):
         """Seconds since the start."""
 
     @property
-    def holders(self) -> Mapping[str, Holder]:
+    def holders(self) -> Mapping[str, AnyHolder]:
         """The newest holder of each host."""
 
     @property
-    def ranks(self) -> Sequence[Rank]:
+    def ranks(self) -> Sequence[AnyRank]:
         """The ranks of the newest launch."""
 
     @property
-    def former(self) -> Sequence[Rank]:
+    def former(self) -> Sequence[AnyRank]:
         """Stores of living processes that are open beside those of `ranks`: left in place, or of a lost process."""
 
-    def entered(self, rank: Rank) -> None:
+    def entered(self, rank: AnyRank) -> None:
         """Let a process that recovers in place use a new Store from now on."""
 
     def at(self, delay_s: float, work: Callable[[], None]) -> None:
         """Do something after a delay."""
 
-    def spawn(self, work: Thread, process: Process) -> None:
+    def spawn(self, work: Thread, process: SimProcess) -> None:
         """Run a generator as a thread of a process."""
 
     def note(self, text: str) -> None:
         """Record a line of the run."""
 
-    def served(self) -> Controller | None:
+    def served(self) -> AnyController | None:
         """Return the controller in charge if it serves."""
 
     def is_alive(self, pid: int, start: int) -> bool:

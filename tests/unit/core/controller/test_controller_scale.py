@@ -17,7 +17,7 @@ from memstore.core.journal.fact_log import FactLog
 from memstore.core.repair.repair import LOOKS_MAX, Repair
 from memstore.core.repair.substitutes import Substitutes
 from memstore.core.targets.targets import ClusterView
-from memstore.core.wire.calls import Called, RollCall
+from memstore.core.wire.calls import AskRollCall, Called
 from memstore.core.wire.messages import HostBeat, Received, Tick
 from memstore.testing.controller.fleet import JOB, ControllerFleet
 from memstore.testing.requests import request_of
@@ -163,12 +163,12 @@ def test_ranks_that_wait_for_their_launch_ask_all_at_once_and_are_looked_at_once
         )
     for rank in range(16):
         asked += fleet.machine.handle(
-            fleet.now, Received(fleet.hosts[0], Called(id=2000 + rank, call=RollCall(job="next", of="join")))
+            fleet.now, Received(fleet.hosts[0], Called(id=2000 + rank, call=AskRollCall(job="next", of="join")))
         )
     assert {answer.reply.awaited for answer in asked} == {"rank 16"}
     assert looks == [1]
     fleet.handle(Tick())
-    fleet.handle(Received(fleet.hosts[0], Called(id=3000, call=RollCall(job="next", of="join"))))
+    fleet.handle(Received(fleet.hosts[0], Called(id=3000, call=AskRollCall(job="next", of="join"))))
     assert looks == [2]
 
 

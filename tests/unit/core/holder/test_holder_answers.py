@@ -36,7 +36,7 @@ def answered(link: Link, data: bytes, error: tuple[str, str] | None = None) -> l
     table: dict[str, Any] = io.state.ranks.links
     table[link.nonce] = link
     assert isinstance(READ, ReadStep)
-    io.play(answers.pass_on(io, io.state, answers.Call(OWNER, "n", 5, READ), data, error))
+    io.play(answers.pass_on(io, io.state, answers.ForwardedCall(OWNER, "n", 5, READ), data, error))
     return io.calls
 
 

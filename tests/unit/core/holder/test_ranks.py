@@ -21,7 +21,7 @@ from memstore.core.holder.state import Ready
 from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.orders import Bring
 from memstore.core.wire.rank_messages import CheckInto, RankHello
-from memstore.core.wire.reports import RankArrived, RankGone
+from memstore.core.wire.reports import ProcessGone, RankArrived
 from recovery.inventory import ShardId, ShardSpec
 
 OWNER = Owner(1, 1, 1)
@@ -138,7 +138,7 @@ def test_a_process_that_says_bye_is_reported_as_gone() -> None:
     host.play(host.join(link))
     assert host.table.leases[OWNER]
     host.play(host.leave(link))
-    assert host.reports == [RankArrived(nonce="n"), RankGone(nonce="n")]
+    assert host.reports == [RankArrived(nonce="n"), ProcessGone(nonce="n")]
     assert (host.links, host.state.ranks.owners, host.table.leases.get(OWNER, set())) == ({}, {}, set())
 
 
@@ -223,7 +223,7 @@ def test_a_process_that_connects_again_while_its_bye_is_carried_out_is_no_dead_o
     host.play_until("forget_process", leaving)
     host.play(host.join(again))
     host.play(leaving)
-    assert [type(report) for report in host.reports] == [RankArrived, RankGone, RankArrived]
+    assert [type(report) for report in host.reports] == [RankArrived, ProcessGone, RankArrived]
     assert host.links == {"n": again}
 
 
@@ -233,7 +233,7 @@ def test_a_rank_that_arrives_is_reported_after_those_of_the_launch_before_it_tha
     host.play(host.join(Link()))
     host.state.is_alive = lambda owner: owner != OWNER
     host.play(host.join(Link("m", Owner(2, 2, 2)), structs.replace(HELLO, nonce="m", pid=2)))
-    assert host.reports == [RankArrived(nonce="n"), RankGone(nonce="n"), RankArrived(nonce="m")]
+    assert host.reports == [RankArrived(nonce="n"), ProcessGone(nonce="n"), RankArrived(nonce="m")]
 
 
 @pytest.mark.parametrize("reader", ["n", "other"])
