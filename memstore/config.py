@@ -49,7 +49,6 @@ STORE_FIELDS = (
     "replicate_bytes_per_s",
     "dscp",
     "recovery_grace_s",
-    "abandoned_arena_ttl_s",
     "tls_dir",
 )
 
@@ -74,7 +73,6 @@ class Config:
     replicate_bytes_per_s: int = 0  # most that a host sends to others, paced by the kernel; 0: no limit
     dscp: int = 1  # traffic class of copies: 1 is "lower effort" (RFC 8622), 8 its predecessor CS1, 0 the default
     recovery_grace_s: float = 30.0  # longest wait of a get for hosts that the newest commit names (R24)
-    abandoned_arena_ttl_s: float = 86_400.0  # a job without holders for this long is dropped if unused; 0: never (R5)
     tls_dir: str | None = None  # folder of cert.pem, key.pem (mode 0600) and ca.pem, on every host; None: plain TCP
 
     # -- job fields ---------------------------------------------------------------------------
@@ -92,7 +90,7 @@ class Config:
     durable_compression: str = "none"  # "auto" compresses chunks where a sample says that it pays
     durable_key_file: str | None = None  # 32 bytes, mode 0600, the same path on every host; steps are encrypted with it
     persist_on_sigterm_s: float = 0.0  # SIGTERM first makes the newest step durable, within this; 0: it does not
-    job_ttl_s: float = 86_400.0  # a closed job whose newest step is durable leaves RAM after this; 0: never (R19)
+    job_ttl_s: float = 86_400.0  # a closed durable job, or one without holders, leaves RAM after this; 0: never (R5)
     connect_timeout_s: float = 120.0  # longest for all of connect(), and for Ray to answer
 
     def __new__(cls, **values: Any) -> Config:
@@ -232,7 +230,6 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("replicate_bytes_per_s", 0, 1 << 50),
     ("dscp", 0, 63),
     ("recovery_grace_s", 0, 86_400),
-    ("abandoned_arena_ttl_s", 0, 1e9),
     ("replicas", 1, 16),
     ("min_copies", 1, 16),
     ("scatter", 1, 16),

@@ -28,7 +28,6 @@ class Rules:
     lease_s: float = 3.0
     outlast_s: float = 3.0  # shortest wait of a new controller: what its predecessor's lease may still be (R17)
     settle_s: float = 10.0  # longest wait for the expected hosts before a new controller serves
-    abandoned_arena_ttl_s: float = 86_400.0  # a job whose hosts had no holder for so long is dropped, unless asked for
     max_restores: int = 3  # of one step: two deaths may be of hosts, a third without a commit is of the step (R25)
     crash_window_s: float = 600.0  # in which they count: restarts that crash follow one another within minutes
 

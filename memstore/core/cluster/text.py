@@ -22,9 +22,8 @@ CAUSES: Mapping[Cause, str] = {
 }
 
 
-def why_dropped(ttl_s: float) -> str:
-    """Say why a forgotten job is gone (R5)."""
-    return f"no holder of its hosts had run for abandoned_arena_ttl_s={ttl_s:g} s, and nobody had asked for it then"
+WHY_DROPPED = "no holder of its hosts had run for its job_ttl_s, and nobody had asked for it then"
+"""Why a forgotten job is gone (R5)."""
 
 
 def listed(values: list[int], limit: int = 10) -> str:

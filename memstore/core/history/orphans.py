@@ -1,7 +1,7 @@
 """Jobs of a forgotten store: when they leave RAM. Pure (R5, R23).
 
-A job is an orphan if no holder of any host that has it, or that its facts name, ran for `abandoned_arena_ttl_s`, all of
-these hosts are here again for a while, and no rank has asked for it since. Its removal is a fact, a line of the log and
+A job is an orphan if no holder of any host that has it, or that its facts name, ran for its `job_ttl_s`, all of these
+hosts are here again for a while, and no rank has asked for it since. Its removal is a fact, a line of the log and
 an event. A get that finds nothing fails on all ranks, until the job begins afresh or is removed by name.
 """
 
@@ -15,6 +15,7 @@ from memstore.core.history.job_removal import JobRemoval
 from memstore.core.journal.replication import Journal
 from recovery.inventory import StepId
 
+TTL_S = 86_400.0  # of a job of which only copies are known
 GRACE_S = 600.0  # for a launch to come after the last of the job's hosts; at most the time that makes an orphan
 
 
@@ -27,11 +28,10 @@ class Orphans:
 
     def tick(self) -> None:
         """Remove forgotten jobs, if some host was idle for long enough."""
-        ttl_s = self.state.rules.abandoned_arena_ttl_s
-        if not ttl_s or all(state.idle_s < ttl_s for state in self.state.hosts.states.values()):
-            return
+        longest_s = max((state.idle_s for state in self.state.hosts.states.values()), default=0.0)
         for job in list(self.state.jobs.values()):
-            idle_s = self._idle_s(job)
+            ttl_s = float(job.newest.config["job_ttl_s"]) if job.newest is not None else TTL_S
+            idle_s = self._idle_s(job, ttl_s) if 0 < ttl_s <= longest_s else None
             if idle_s is not None and not self._is_removed(job):
                 newest = f"step {max(job.commits).step} is the newest committed" if job.commits else "none is committed"
                 self.out.log(
@@ -41,12 +41,11 @@ class Orphans:
                 )
                 self.job_removal.remove(job, is_forgotten=job.has_history)
 
-    def _idle_s(self, job: Job) -> float | None:
+    def _idle_s(self, job: Job, ttl_s: float) -> float | None:
         """Return how long no holder of the job's hosts had run before they came; None if it is no orphan."""
         if job.name in self.used:
             return None
-        ttl_s, hosts = self.state.rules.abandoned_arena_ttl_s, self.state.hosts.states
-        named = self._named(job)
+        hosts, named = self.state.hosts.states, self._named(job)
         if not named or not named <= hosts.keys() or job.pins or self.job_removal.is_in_use(job):
             return None
         members = job.newest.members.values() if job.newest is not None and job.newest.phase != "closed" else ()

@@ -16,7 +16,7 @@ from memstore.core.cluster import facts as f
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import ClusterState
-from memstore.core.cluster.text import NAMED_MAX, why_dropped
+from memstore.core.cluster.text import NAMED_MAX, WHY_DROPPED
 from memstore.core.durable.departures import Departures
 from memstore.core.repair.pushes import RepairPushes
 from memstore.core.report.event_kinds import KINDS, event_text
@@ -173,7 +173,7 @@ class EventRecorder:
             case f.JobBranched():
                 note("branched", **place, from_job=fact.from_job, from_attempt=fact.from_attempt)
             case f.JobRemoved(is_forgotten=True):
-                note("dropped", **place, why=why_dropped(self.state.rules.abandoned_arena_ttl_s))
+                note("dropped", **place, why=WHY_DROPPED)
             case f.JobRemoved():
                 note("removed", **place)
             case f.HostDraining(until_s=None):

@@ -20,7 +20,7 @@ from memstore.core.cluster.job import Attempt, Call, Job, Restore
 from memstore.core.cluster.reading import Round
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.step_lookup import Refusal, past_step, same_number
-from memstore.core.cluster.text import listed, plural, why_dropped
+from memstore.core.cluster.text import WHY_DROPPED, listed, plural
 from memstore.core.durable.marker_listing import DurableMarkers
 from memstore.core.durable.paths import storage_of
 from memstore.core.journal.replication import Journal
@@ -244,7 +244,7 @@ class Rounds:
             self.fail(
                 active, "RecoveryError",
                 f"the steps of job {job.name!r} were dropped from RAM: "
-                f"{why_dropped(self.state.rules.abandoned_arena_ttl_s)}.\nStart over with connect(..., fresh=True), or "
+                f"{WHY_DROPPED}.\nStart over with connect(..., fresh=True), or "
                 f"forget it with `memstore rm {job.name}`",
             )  # fmt: skip
             return

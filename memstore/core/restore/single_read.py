@@ -13,7 +13,7 @@ from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.reading import Read
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.step_lookup import Refusal, past_step
-from memstore.core.cluster.text import dropped_text, listed, listed_names, plural, why_dropped
+from memstore.core.cluster.text import WHY_DROPPED, dropped_text, listed, listed_names, plural
 from memstore.core.durable.paths import place_of
 from memstore.core.wire.calls import Get, ReadStep
 from memstore.core.wire.ids import WireShard, WireSpec
@@ -49,7 +49,7 @@ def job_of(state: ClusterState, out: Effects, call: Call[Any]) -> Job | None:
 def unknown_job(state: ClusterState, name: str) -> Refusal:
     """Return the refusal for a job that the store does not hold."""
     have = listed_names(state.jobs) or "none"
-    gone = f" any more ({why_dropped(state.rules.abandoned_arena_ttl_s)})" if name in state.forgotten else ""
+    gone = f" any more ({WHY_DROPPED})" if name in state.forgotten else ""
     return "RecoveryError", f"the store holds no job {name!r}{gone}: it has {have}"
 
 

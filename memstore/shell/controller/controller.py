@@ -139,7 +139,7 @@ class Controller:
                 failure_domains=config.failure_domains, suspect_after_s=config.suspect_after_s,
                 dead_after_s=config.dead_after_s, recovery_grace_s=config.recovery_grace_s,
                 lease_s=self.lease_s, outlast_s=self.lease_s if term > 1 else config.heartbeat_s,
-                settle_s=self.settle_s, abandoned_arena_ttl_s=config.abandoned_arena_ttl_s,
+                settle_s=self.settle_s,
                 job_defaults=config.job_defaults(),
             ),
             expected_hosts=expected_hosts,

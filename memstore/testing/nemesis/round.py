@@ -186,10 +186,14 @@ class NemesisRound:
             self.story.violate("no-commits", f"nothing was committed within {limit_s:g} s of the last fault")
 
     def _check_complete(self, since_s: float) -> None:
-        if self.ledger.newest_commit() is None or self.scenario.job_ttl_s < COPIES_COMPLETE_S:
+        if self.ledger.newest_commit() is None or self._expires():
             return
         if not self._until(lambda: self.observer.complete_s > since_s, COPIES_COMPLETE_S, "complete copies"):
             self.story.violate("copies-incomplete", f"{COPIES_COMPLETE_S:g} s after the last fault: {self._missing()}")
+
+    def _expires(self) -> bool:
+        """Return whether the job leaves memory soon after it closed, as its steps are durable."""
+        return bool(self.scenario.storage) and self.scenario.job_ttl_s < COPIES_COMPLETE_S
 
     def _missing(self) -> str:
         status = self.observer.newest
@@ -209,7 +213,7 @@ class NemesisRound:
 
     def _let_time_pass(self) -> None:
         """Let `job_ttl_s` pass: a closed job leaves memory if its newest step is durable, and stays otherwise."""
-        if self.scenario.job_ttl_s > COPIES_COMPLETE_S:
+        if not self._expires():
             return
         if self.rng.random() < 0.5 and self.faults.storage.empty():
             self.ledger.emptied_storage()

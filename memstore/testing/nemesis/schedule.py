@@ -42,7 +42,6 @@ class NemesisScenario:
     leaves_hosts_without_ranks: bool
     has_proxies: bool
     storage: str
-    abandoned_arena_ttl_s: float
     job_ttl_s: float
     faults: tuple[Fault, ...]
     ending: str  # "running", "dead", "closed": what becomes of the job before copies must be complete
@@ -61,7 +60,7 @@ class NemesisScenario:
     def text(self) -> str:
         """Return a line for the story."""
         place = ", ".join(f"{host}({labels.get('rack', '-')})" for host, labels in self.hosts.items())
-        days = f"orphan_ttl {self.abandoned_arena_ttl_s:g} s, job_ttl {self.job_ttl_s:g} s"
+        days = f"job_ttl {self.job_ttl_s:g} s"
         return (
             f"seed {self.seed}: {self.shape}; hosts {place}; {self.world_size} ranks of {self.kib} KiB, replicas "
             f"{self.replicas}, keep_steps {self.keep_steps}, storage "
@@ -89,8 +88,8 @@ def draw(seed: int, *, shape: str = "", is_short: bool = False) -> NemesisScenar
     if shape == "memory_lost":
         storage = rng.choice(("directory", "s3"))
     has_days = shape == "days_then_restart" or (shape == "random" and rng.random() < 0.15)
-    abandoned_arena_ttl_s = rng.uniform(13.0, 16.0) if has_days else 86_400.0  # a holder notes the time every 10 s
-    job_ttl_s = rng.uniform(3.0, 8.0) if storage and rng.random() < 0.3 else 86_400.0
+    is_short_lived = has_days or (bool(storage) and rng.random() < 0.3)
+    job_ttl_s = rng.uniform(13.0, 16.0) if is_short_lived else 86_400.0  # a holder notes the time every 10 s
     is_tight = shape == "rack_then_host"  # little memory, and a launcher that notices late
     replay = NemesisScenario(
         seed=seed, shape=shape, hosts=hosts, replicas=replicas, keep_steps=1 if is_tight else rng.choice((1, 1, 2, 3)),
@@ -99,7 +98,7 @@ def draw(seed: int, *, shape: str = "", is_short: bool = False) -> NemesisScenar
         notice_s=rng.choice((1.5, 4.0) if is_tight else (0.0, 0.3, 1.5)), restart_delay_s=rng.choice((0.0, 0.5, 2.0)),
         shuffle_share=rng.choice((0.0, 0.5)), leaves_hosts_without_ranks=rng.random() < 0.3,
         has_proxies=shape == "random" and rng.random() < 0.4, storage=storage,
-        abandoned_arena_ttl_s=abandoned_arena_ttl_s, job_ttl_s=job_ttl_s, faults=(),
+        job_ttl_s=job_ttl_s, faults=(),
         ending=rng.choice(("running", "running", "dead", "closed")),
     )  # fmt: skip
     if shape in ("random", "kills", "ray"):
@@ -117,7 +116,7 @@ def without(scenario: NemesisScenario, kinds: Collection[str]) -> NemesisScenari
 
 def _with(scenario: NemesisScenario, faults: list[Fault], ending: str) -> NemesisScenario:
     fields = {
-        "abandoned_arena_ttl_s": scenario.abandoned_arena_ttl_s, "recovery_grace_s": 10.0, "detect": 3.0,
+        "recovery_grace_s": 10.0, "detect": 3.0,
     }  # fmt: skip
     job_fields = {
         "replicas": scenario.replicas, "keep_steps": scenario.keep_steps, "stall_budget_s": scenario.stall_budget_s,
@@ -154,8 +153,8 @@ def _folder_then_train(rng: random.Random, scenario: NemesisScenario) -> list[Fa
 
 
 def _days_then_restart(rng: random.Random, scenario: NemesisScenario) -> list[Fault]:
-    """Train for longer than abandoned_arena_ttl_s, then kill everything and start it again."""
-    at_s = scenario.abandoned_arena_ttl_s + rng.uniform(2.0, 4.0)
+    """Train for longer than job_ttl_s, then kill everything and start it again."""
+    at_s = scenario.job_ttl_s + rng.uniform(2.0, 4.0)
     return [_fault(rng, at_s, rng.choice(("reboot-all", "reboot-all", "kill-holder")), rng.uniform(0.0, 1.0))]
 
 

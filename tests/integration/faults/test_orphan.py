@@ -111,7 +111,7 @@ def test_a_forgotten_job_is_dropped_and_a_get_says_so() -> None:
     for times in range(2):
         errors = restored(world)
         assert len({str(error) for error in errors}) == 1
-        words = ("RecoveryError", "were dropped from RAM", "abandoned_arena_ttl_s=86400 s", "fresh=True", "memstore rm")
+        words = ("RecoveryError", "were dropped from RAM", "job_ttl_s", "fresh=True", "memstore rm")
         assert [word for word in words if word not in str(errors[0])] == []
         if not times:
             restarted(world, dict.fromkeys(ALL_IDLE, 1.0))
@@ -146,7 +146,7 @@ def test_a_put_without_a_get_does_not_pass_over_what_was_dropped() -> None:
 @pytest.mark.parametrize("case", ["one host was in use", "one host is absent", "a rank connects", "pinned", "never"])
 def test_what_is_in_use_stays(case: str) -> None:
     """A host that ran lately, one that has not come, a launch, a pin, or ttl 0: nothing is dropped, however long."""
-    world, ranks = trained(3, last=4, rules={"abandoned_arena_ttl_s": 0.0} if case == "never" else None)
+    world, ranks = trained(3, last=4, **({"job_ttl_s": 0.0} if case == "never" else {}))
     if case == "pinned":
         world.call(ranks[0], "pin", step=None, name="best")
         assert world.run_until(lambda: bool(world.served.jobs["train"].pins), 10.0)
@@ -195,7 +195,7 @@ def start_again(cluster: ProcessCluster) -> None:
 @pytest.mark.parametrize("jump_s", [DAY_S, *later(0.0)])
 def test_training_longer_than_the_ttl_is_no_orphan(tmp_path: Path, nursery: RankNursery, jump_s: float) -> None:
     """Ranks train on after one connect, everything is killed, clocks may jump by a day: all get the newest step."""
-    with ProcessCluster(tmp_path / "cluster", {"h0": {}, "h1": {}, "h2": {}}, abandoned_arena_ttl_s=TTL_S) as cluster:
+    with ProcessCluster(tmp_path / "cluster", {"h0": {}, "h1": {}, "h2": {}}, job_ttl_s=TTL_S) as cluster:
         fleet = Fleet(cluster, nursery, replicas=3)
         ranks, step, until_s = fleet.begin(TWO, last_step=0), 0, time.monotonic() + 2 * TTL_S
         while time.monotonic() < until_s:
@@ -215,7 +215,7 @@ def test_an_orphan_is_dropped_and_reported(tmp_path: Path, nursery: RankNursery)
 
     Get says so after all processes were started again, until `fresh`.
     """
-    with ProcessCluster(tmp_path / "cluster", {"h0": {}, "h1": {}}, abandoned_arena_ttl_s=TTL_S) as cluster:
+    with ProcessCluster(tmp_path / "cluster", {"h0": {}, "h1": {}}, job_ttl_s=TTL_S) as cluster:
         fleet = Fleet(cluster, nursery)
         ranks = fleet.begin(TWO, last_step=5)
         cluster.kill_all()
@@ -231,7 +231,7 @@ def test_an_orphan_is_dropped_and_reported(tmp_path: Path, nursery: RankNursery)
         ranks = fleet.launch(TWO)
         failed = fail_together(ranks, "get")
         assert {error.error for error in failed} == {"RecoveryError"}
-        assert all("no holder of its hosts had run for abandoned_arena_ttl_s=3 s" in str(error) for error in failed)
+        assert all("no holder of its hosts had run for its job_ttl_s" in str(error) for error in failed)
         fleet.kill(ranks)
         said = CliRunner().invoke(main, ["events", "train", "--store", cluster.config.store])
         assert said.exit_code == 0

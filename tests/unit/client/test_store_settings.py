@@ -242,6 +242,7 @@ def test_the_scrub_takes_as_long_as_its_rate_asks(rate: int, checked: list[int])
     [
         ("heartbeat_s", "detect"), ("suspect_after_s", "detect"), ("dead_after_s", "detect"), ("tls_cert", "tls_dir"),
         ("tls_key", "tls_dir"), ("tls_ca", "tls_dir"), ("streams", "interface"), ("max_restores", "keep_steps"),
+        ("abandoned_arena_ttl_s", "job_ttl_s"),
     ],
 )  # fmt: skip
 def test_a_setting_of_before_is_refused_and_the_error_lists_its_successor(old: str, new: str) -> None:
@@ -270,7 +271,7 @@ def test_a_controller_decides_by_the_rules_of_its_config(tmp_path: Path) -> None
     """Every rule that is a setting of the store has the setting's value, none its default."""
     config = Config(
         store="rules", failure_domains=("row", "shelf"), detect=2.5,
-        recovery_grace_s=3.5, abandoned_arena_ttl_s=77.0, keep_steps=3,
+        recovery_grace_s=3.5, keep_steps=3,
     )  # fmt: skip
     controller = Controller(config, DirectoryMembership(tmp_path), secret=SECRET, settle_s=0.5)
     try:
@@ -278,7 +279,7 @@ def test_a_controller_decides_by_the_rules_of_its_config(tmp_path: Path) -> None
     finally:
         controller.close()
     shared = {field.name for field in fields(Rules)} & {field.name for field in fields(Config)}
-    assert shared == {"failure_domains", "recovery_grace_s", "abandoned_arena_ttl_s"}
+    assert shared == {"failure_domains", "recovery_grace_s"}
     for name in (*shared, "suspect_after_s", "dead_after_s"):
         assert getattr(rules, name) == getattr(config, name) != getattr(Rules(), name), name
     assert (rules.lease_s, rules.outlast_s, rules.settle_s) == (config.lease_s, 0.25, 0.5)
