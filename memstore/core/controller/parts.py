@@ -14,10 +14,9 @@ from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.sent_orders import SentOrders
 from memstore.core.cluster.state import ClusterState
 from memstore.core.commit.commits import StepCommits
-from memstore.core.durable.checks import DurableChecks
+from memstore.core.durable.checks import DurableChecks, DurableLooks
 from memstore.core.durable.departures import Departures
 from memstore.core.durable.last_copies import LastCopyFinder
-from memstore.core.durable.looks import DurableLooks
 from memstore.core.durable.marker_listing import DurableMarkers
 from memstore.core.durable.persist import Persists
 from memstore.core.durable.states import DurableStates

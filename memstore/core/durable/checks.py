@@ -5,6 +5,12 @@ asked --a host opens the step's marker and all its slices--> answered: all there
   '--no answer for PATIENCE_S: another one as well--CHECK_DEADLINE_S--> answered: unreadable
 
 The host whose last look found nothing wrong is asked first: one bad mount says nothing about the storage.
+
+Now and then storage is looked at unasked, so that reports about it are not outdated:
+
+unlisted --a host lists the markers--> listed --newest durable step not seen for LOOK_EVERY_S--> looked for
+   ^                                     ^                                                           |
+   '--not readable: again after AGAIN_S--'----------------- seen, or lacking: written again ---------'
 """
 
 from __future__ import annotations
@@ -26,6 +32,8 @@ from recovery.inventory import StepId
 CHECK_DEADLINE_S = 300.0  # every slice is looked at; if no host is done by then the storage counts as unreadable
 PATIENCE_S = 30.0  # a host that hangs is not waited for alone
 HOSTS_MAX = 4  # asked for one answer
+LOOK_EVERY_S = 3600.0  # every slice is opened: a request each, of an object store
+AGAIN_S = 60.0  # after a look that did not find everything
 
 #: Called with why the storage could not be read, and what it lacks of the step; both "" if all is there.
 Then = Callable[[str, str], None]
@@ -154,6 +162,45 @@ class DurableChecks:
     def forget(self, name: str) -> None:
         """Forget the checks of a removed job."""
         self.checks = [check for check in self.checks if check.job != name]
+
+
+class DurableLooks:
+    """Looks at the durable storage of all jobs, now and then."""
+
+    def __init__(self, state: ClusterState, states: DurableStates, checks: DurableChecks) -> None:
+        self.state, self.states, self.checks = state, states, checks
+
+    def tick(self, now: float) -> None:
+        """Begin the looks that are due; at most one of a job at a time."""
+        for job in self.state.jobs.values():
+            if job.newest is not None and job.newest.config.get("durable") and self._is_due(now, job):
+                self._look(job)
+
+    def _is_due(self, now: float, job: Job) -> bool:
+        state, step = self.states.of(job.name), job.newest_durable
+        is_stale = step is not None and now - state.seen_s.get(step, -math.inf) >= LOOK_EVERY_S
+        return now >= state.look_s and (is_stale or self._is_open(job))
+
+    def _is_open(self, job: Job) -> bool:
+        """Return whether the last look has not found what should be there."""
+        state = self.states.of(job.name)
+        return not state.is_listed or bool(state.unread or state.lacks)
+
+    def _look(self, job: Job) -> None:
+        state = self.states.of(job.name)
+
+        def looked(_unread: str, _lacks: str) -> None:
+            state.look_s = self.state.now + (AGAIN_S if self._is_open(job) else 0.0)
+
+        if self.checks.ask(job, job.newest_durable, looked):
+            state.look_s = math.inf
+
+    def unlisted(self, job: Job) -> str:
+        """Say that durable storage may have more than is known; "" if its markers were listed."""
+        if self.states.is_known(job):
+            return ""
+        why = self.states.of(job.name).unread
+        return f"durable markers are not listed yet{f': {why}' if why else ''}"
 
 
 def said(failed: Mapping[str, str]) -> str:

@@ -92,11 +92,6 @@ def is_step_number(name: str) -> bool:
     return _NUMBER.match(name) is not None
 
 
-def is_job_name(name: str) -> bool:
-    """Say whether a folder of this name may be a job."""
-    return _JOB.match(name) is not None
-
-
 def is_step_file(name: str) -> bool:
     """Say whether memstore writes files of this name into a step."""
     return _FILE.match(name) is not None

@@ -25,8 +25,7 @@ from memstore.core.commit.commits import StepCommits
 from memstore.core.durable.paths import other_key, place_of, storage_of
 from memstore.core.durable.persist import Persists
 from memstore.core.durable.slice_format import slices_count
-from memstore.core.durable.states import DurableStates
-from memstore.core.durable.write_state import MARKER, DurableState, Piece, Write
+from memstore.core.durable.states import MARKER, DurableState, DurableStates, Piece, Write
 from memstore.core.schedule.durable_interval import Decision, next_durable, optimal_every, retire
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.ids import WireShard, WireSpec, WireStep

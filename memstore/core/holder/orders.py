@@ -28,7 +28,7 @@ from memstore.core.wire.orders import (
     VerifyCopies,
 )
 from memstore.core.wire.reports import CopiesVerified
-from memstore.errors import InternalError, MemstoreError
+from memstore.errors import InternalError
 
 DROP, READ, REPAIR, ROOM = Lane("drop"), Lane("read"), Lane("repair"), Lane("room")
 
@@ -71,12 +71,5 @@ def obey(io: HolderIo, state: HolderState, order: Order) -> Coroutine[Any, Any, 
 
 async def _verify(io: HolderIo, state: HolderState, order: VerifyCopies) -> None:
     """Digest what is here again, and report what was found (R30)."""
-    found, problem = None, ""
-    try:
-        found = await io.verify_copies(order.job)
-    except MemstoreError as exc:
-        problem = str(exc)
-    except Exception as exc:
-        await io.unexpected("verify", exc)
-        problem = repr(exc)
+    found, problem = await persist.outcome(io, "verify", io.verify_copies(order.job))
     state.report(CopiesVerified(call=order.call, found=found, problem=problem))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,6 +24,8 @@ from memstore.core.wire.orders import DurableOrder, ListMarkers, RemoveStep, Wri
 from memstore.core.wire.reports import MarkersListed, MarkerWritten, SliceWritten, StepRemoved
 from memstore.errors import IntegrityError, MemstoreError
 from recovery.inventory import DurableMarker, ShardId
+
+T = TypeVar("T")
 
 
 def obey(io: HolderIo, state: HolderState, order: DurableOrder) -> None:
@@ -130,12 +132,12 @@ async def marker(io: HolderIo, state: HolderState, order: WriteMarker) -> None:
     """Write the marker of a step whose parts are all there, report it, then remove what abandoned writes left."""
     step, place, specs = order.step.id, order.durable, {rank: spec.spec for rank, spec in order.specs.items()}
     record = DurableMarker(step, len(specs), specs, order.key)
-    problem = await _problem_of(io, io.store_marker(place, order.job, record, order.lineage))
-    state.report(MarkerWritten(job=order.job, step=order.step, key=order.key, problem=problem))
-    if problem is not None:
+    _, problem = await outcome(io, "durable write", io.store_marker(place, order.job, record, order.lineage))
+    state.report(MarkerWritten(job=order.job, step=order.step, key=order.key, problem=problem or None))
+    if problem:
         return
-    problem = await _problem_of(io, io.sweep_durable(place, order.job, step))
-    if problem is not None:
+    _, problem = await outcome(io, "durable write", io.sweep_durable(place, order.job, step))
+    if problem:
         await io.warn(f"durable clean-up: {problem}")
 
 
@@ -143,30 +145,23 @@ async def remove(io: HolderIo, state: HolderState, order: RemoveStep) -> None:
     """Remove a step from durable storage and report it."""
     unmarked = order.only_unmarked
     work = io.remove_durable(order.durable, order.job, order.step.id, only_unmarked=unmarked)
-    problem = await _problem_of(io, work)
-    state.report(StepRemoved(job=order.job, step=order.step, only_unmarked=unmarked, problem=problem))
+    _, problem = await outcome(io, "durable write", work)
+    state.report(StepRemoved(job=order.job, step=order.step, only_unmarked=unmarked, problem=problem or None))
 
 
 async def markers(io: HolderIo, state: HolderState, order: ListMarkers) -> None:
     """List the durable markers of a job, and report them with the faults of the others."""
-    step, found, problem = order.check.id if order.check is not None else None, None, ""
-    try:
-        found = await io.read_markers(order.durable, order.job, step)
-    except MemstoreError as exc:
-        problem = str(exc)
-    except Exception as exc:
-        await io.unexpected("durable markers", exc)
-        problem = repr(exc)
+    step = order.check.id if order.check is not None else None
+    found, problem = await outcome(io, "durable markers", io.read_markers(order.durable, order.job, step))
     state.report(MarkersListed(job=order.job, call=order.call, found=found, problem=problem))
 
 
-async def _problem_of(io: HolderIo, work: Coroutine[Any, Any, None]) -> str | None:
-    """Do some work on storage; return why it could not be, or None."""
+async def outcome(io: HolderIo, what: str, work: Coroutine[Any, Any, T]) -> tuple[T | None, str]:
+    """Do some work; return what it gave, or why it could not be done."""
     try:
-        await work
+        return await work, ""
     except MemstoreError as exc:
-        return str(exc)
+        return None, str(exc)
     except Exception as exc:
-        await io.unexpected("durable write", exc)
-        return repr(exc)
-    return None
+        await io.unexpected(what, exc)
+        return None, repr(exc)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.state import ClusterState
-from memstore.core.durable.looks import DurableLooks
+from memstore.core.durable.checks import DurableLooks
 from memstore.core.durable.states import DurableStates
 from memstore.core.report.survival import survival_odds
 from memstore.core.report.timeline import gone_rows, gone_steps

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from memstore.core.durable.paths import is_job_name, is_step_file, is_step_number, step_path
+from memstore.core.durable.paths import is_step_file, is_step_number, step_path
 from memstore.core.durable.storage_ports import DurableFiles, DurableReader, Wrote
 from memstore.errors import ConfigError, MemstoreError
 from memstore.shell.durable.files import (
@@ -138,11 +138,6 @@ class DirectoryFiles(DurableFiles):
                     steps += [StepId(attempt, step) for step in numbered(folder, f"{path}/{attempt}")]
         return sorted(steps), problems
 
-    def jobs(self) -> list[str]:
-        """Return the names of all jobs that have a folder, sorted."""
-        with mapped("list", self.where), self._folder() as root:
-            return sorted(name for name in os.listdir(root) if is_job_name(name) and is_folder(root, name))
-
     def remove_step(self, job: str, step: StepId, first: str) -> None:
         """Remove `first`, make that durable, then remove the rest; a step that is not there is fine."""
         names = (job, str(step.attempt), str(step.step))
@@ -157,15 +152,6 @@ class DirectoryFiles(DurableFiles):
                     if name != first and (is_step_file(name) or name.startswith(TEMP_PREFIX)):
                         unlink_if_there(folder, name)
             rmdir_if_empty(above, names[-1])
-
-    def remove_job(self, job: str) -> None:
-        """Remove the folders of the job that are empty."""
-        with mapped("remove", self.path(job)), suppress(FileNotFoundError), self._folder() as root:
-            with self._folder(job) as folder:
-                for name in os.listdir(folder):
-                    if is_step_number(name) and is_folder(folder, name):
-                        rmdir_if_empty(folder, name)
-            rmdir_if_empty(root, job)
 
     def tidy(self, job: str, step: StepId) -> None:
         """Remove temporary files."""

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from memstore.core.durable.paths import is_job_name, is_step_file, is_step_number, step_path
+from memstore.core.durable.paths import is_step_file, is_step_number, step_path
 from memstore.core.durable.slice_format import SLICE_LIMIT_BYTES
 from memstore.core.durable.storage_ports import DurableFiles, DurableReader, Wrote
 from memstore.errors import CapacityError, ConfigError, IntegrityError, MemstoreError, TransportError
@@ -136,10 +136,6 @@ class ObjectFiles(DurableFiles):
         ]
         return sorted(steps), []
 
-    def jobs(self) -> list[str]:
-        """Return the names of all jobs that have an object, sorted."""
-        return sorted(name for name in self._folders(None) if is_job_name(name))
-
     def remove_step(self, job: str, step: StepId, first: str) -> None:
         """Remove `first`, then the rest."""
         import obstore
@@ -153,14 +149,10 @@ class ObjectFiles(DurableFiles):
                 obstore.delete(self.store, ours[at : at + _DELETES])
         self._readers.clear()
 
-    def remove_job(self, job: str) -> None:
-        """Do nothing: a job without objects does not exist."""
-        self.path(job)
-
     def tidy(self, job: str, step: StepId) -> None:
         """Do nothing: an object is never partial."""
 
-    def _folders(self, prefix: str | None) -> list[str]:
+    def _folders(self, prefix: str) -> list[str]:
         """Return the names directly below a prefix that have something below them."""
         import obstore
 

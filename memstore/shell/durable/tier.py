@@ -6,12 +6,11 @@ to keep is decided by `memstore/core/schedule/durable_interval.py` and `writes.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 from urllib.parse import unquote
 
 import xxhash
@@ -27,8 +26,8 @@ from memstore.core.durable.slice_format import (
     slice_range,
     slices_count,
 )
-from memstore.core.durable.storage_ports import DurableFiles, DurableReader, DurableTier
-from memstore.core.wire.orders import DurablePlace
+from memstore.core.durable.storage_ports import DurableFiles, DurableReader
+from memstore.core.wire.orders import DurablePlace, Lineage
 from memstore.errors import CapacityError, ConfigError, DigestMismatch, IntegrityError, InternalError
 from memstore.shell.durable.codec import Codec, read_key
 from memstore.shell.durable.directory import DirectoryFiles
@@ -38,8 +37,11 @@ from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
 LOOK_THREADS = 16  # slices looked at at once: a request each, of an object store
 
 
-class PartsTier(DurableTier):
-    """Durable parts and markers on `files`, which every host of the job sees alike."""
+class PartsTier:
+    """Storage that outlives every host's memory, on `files`, which every host of the job sees alike.
+
+    All calls block; none runs on a training thread. Errors are those of `DurableFiles`.
+    """
 
     def __init__(self, files: DurableFiles, codec: Codec | None = None, read_under: str | None = None) -> None:
         """Read slices whose names carry the key `read_under`; by default those under the codec's own key."""
@@ -47,17 +49,24 @@ class PartsTier(DurableTier):
         self.key = self.codec.key_name
         self.read_under = self.key if read_under is None else read_under
 
-    def probe(self) -> None:
-        """Raise ConfigError unless a file can be written here."""
-        self.files.probe()
-
     def write_slice(
         self, shard: ShardId, spec: ShardSpec, number: int, manifest: bytes, chunks: Iterable[bytes | memoryview], *,
         should_stop: Callable[[], bool],
     ) -> int | None:  # fmt: skip
-        """Write one slice whole or not at all; see `DurableTier.write_slice`.
+        """Write one slice whole or not at all; writing it again is fine.
 
         The chunks are copied first: their slots may be given away while slow storage takes its time (R7).
+
+        Args:
+            shard: Whose slice it is.
+            spec: Says into which slices the shard is cut (`slice_format.slice_range`).
+            number: Of the slice.
+            manifest: Opaque; its xxh3-128 is the shard's digest (R14). Stored with slice 0.
+            chunks: Those of the slice, in order.
+            should_stop: Asked between chunks; True abandons the write and leaves nothing behind.
+
+        Returns:
+            The bytes stored when the slice is durable, None when it was abandoned.
         """
         if len(manifest) > MANIFEST_LIMIT_BYTES:
             raise CapacityError(f"manifest of {len(manifest)} bytes, the limit is {MANIFEST_LIMIT_BYTES}")
@@ -75,8 +84,11 @@ class PartsTier(DurableTier):
         wrote = self.files.write(shard.job, _step_of(shard), name, stored, should_stop=should_stop, is_once=True)
         return None if wrote == "stopped" else sum(len(piece) for piece in stored)
 
-    def write_marker(self, job: str, marker: DurableMarker, lineage: Mapping[str, Any]) -> None:
-        """Write the marker of a step whose parts are all there; see `DurableTier.write_marker`."""
+    def write_marker(self, job: str, marker: DurableMarker, lineage: Lineage) -> None:
+        """Declare a step whole, after checking that every slice of every part is there (R31).
+
+        IntegrityError: one is missing, or a sound marker of other bytes is there already.
+        """
         record, path = encode_marker(job, marker, lineage), self.files.path(job, marker.step.attempt, marker.step.step)
         found = self.files.names(job, marker.step)
         missing = sorted(rank for rank in marker.specs if not found.issuperset(_part_names(marker, rank)))
@@ -102,11 +114,6 @@ class PartsTier(DurableTier):
         if there is not None and replace(there.marker, key=marker.key) != marker:
             raise IntegrityError(f"{path} is marked complete with other parts: remove the step first")
         return there is not None and there.marker.key == marker.key
-
-    def markers(self, job: str) -> tuple[list[DurableMarker], list[str]]:
-        """Return the job's markers, oldest first, and the faults of the others."""
-        records, problems = self.marker_records(job)
-        return [record.marker for record in records], problems
 
     def marker_records(self, job: str) -> tuple[list[MarkerRecord], list[str]]:
         """Return the job's markers with their lineage, oldest first, and the faults of the others."""
@@ -141,10 +148,6 @@ class PartsTier(DurableTier):
         for number, name in enumerate(_part_names(marker, rank)):
             with self.files.opened(job, marker.step, name) as reader:
                 self._header(reader, shard, marker.specs[rank], number)
-
-    def jobs(self) -> list[str]:
-        """Return the names of all jobs that have anything stored, sorted."""
-        return self.files.jobs()
 
     def read_manifest(self, shard: ShardId, spec: ShardSpec) -> bytes:
         """Return the shard's manifest, checked against its digest."""
@@ -191,14 +194,12 @@ class PartsTier(DurableTier):
             return
         self.files.remove_step(job, step, MARKER)
 
-    def remove_job(self, job: str) -> None:
-        """Remove every step of the job, oldest first, then the rest of it."""
-        for step in self.files.steps(job)[0]:
-            self.remove_step(job, step)
-        self.files.remove_job(job)
-
     def sweep(self, job: str, keep: Collection[StepId]) -> tuple[StepId, ...]:
-        """Remove what crashes left; see `DurableTier.sweep`."""
+        """Remove temporary files and unmarked steps that no live write can own; return the steps removed.
+
+        Steps in `keep`, and steps newer than all of `keep`, are not touched: they may be under way. With an empty
+        `keep` every unmarked step goes. A step whose marker is damaged stays for a person to see.
+        """
         removed: list[StepId] = []
         newest = max(keep, default=None)
         for step in self.files.steps(job)[0]:
@@ -257,7 +258,7 @@ def _step_of(shard: ShardId) -> StepId:
     return StepId(shard.attempt, shard.step)
 
 
-def open_tier(place: DurablePlace) -> DurableTier:
+def open_tier(place: DurablePlace) -> PartsTier:
     """Return the tier of a job: `place` is what `core/durable/paths.py` made of its configuration.
 
     Raises:

@@ -18,14 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-import msgspec
-
 from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
-from memstore.core.durable.marker_format import row_of
 from memstore.core.durable.slice_format import slice_nbytes, slice_range
-from memstore.core.durable.storage_ports import DurableTier
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder import holder_io, room
 from memstore.core.holder.holder_io import (
@@ -49,7 +45,7 @@ from memstore.core.wire.replies import HostVerified
 from memstore.core.wire.reports import MarkersFound
 from memstore.errors import IntegrityError, TransportError
 from memstore.shell.arena.mapping import differing
-from memstore.shell.durable.tier import open_tier
+from memstore.shell.durable.tier import PartsTier, open_tier
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.pending_calls import Calls
 from memstore.shell.holder.put_timings import PutMeter
@@ -280,7 +276,7 @@ class BlockingIo:
             return [index for future in futures for index in future.result()]
 
     def _read_durable(
-        self, tier: DurableTier, replica: IncomingReplica, spec: ShardSpec, index: int, nbytes: int
+        self, tier: PartsTier, replica: IncomingReplica, spec: ShardSpec, index: int, nbytes: int
     ) -> list[int]:
         """Read one chunk; return [index] if it is not there as it was put, else []."""
         number = self.replicas.take_slots_growing(1)[0]
@@ -322,7 +318,7 @@ class BlockingIo:
     ) -> bool:  # fmt: skip
         """As in HolderIo."""
         with self._at_storage():
-            nbytes = cast(DurableTier, storage).write_slice(
+            nbytes = cast(PartsTier, storage).write_slice(
                 shard, spec, number, manifest, chunks, should_stop=lambda: stop.is_set
             )
         return nbytes is not None
@@ -330,7 +326,7 @@ class BlockingIo:
     async def store_marker(self, place: DurablePlace, job: str, marker: DurableMarker, lineage: Lineage) -> None:
         """As in HolderIo."""
         with self._at_storage():
-            open_tier(place).write_marker(job, marker, msgspec.to_builtins(lineage))
+            open_tier(place).write_marker(job, marker, lineage)
 
     async def remove_durable(self, place: DurablePlace, job: str, step: StepId, *, only_unmarked: bool) -> None:
         """As in HolderIo."""
@@ -348,7 +344,7 @@ class BlockingIo:
             tier = open_tier(place)
             records, problems = tier.marker_records(job)
             lacks = "" if check is None else tier.lacks(job, check)
-            rows = tuple(map(row_of, records))
+            rows = tuple(record.row for record in records)
             return MarkersFound(markers=rows, key=tier.key, damaged="; ".join(problems), lacks=lacks)
 
     # -- this host's memory ---------------------------------------------------------------------

@@ -11,7 +11,8 @@ import xxhash
 
 from memstore.core.durable.paths import slice_name
 from memstore.core.durable.slice_format import slice_range, slices_count
-from memstore.core.durable.storage_ports import DurableTier
+from memstore.core.wire.orders import Lineage
+from memstore.shell.durable.tier import PartsTier
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
 
 JOB = "llama3-8b"
@@ -49,13 +50,13 @@ def spec_of(shard: ShardId, nbytes: int, world_size: int) -> ShardSpec:
     return ShardSpec(digest, nbytes, CHUNK, -(-nbytes // CHUNK), world_size)
 
 
-def lineage_of(attempt: int) -> dict[str, int | None]:
+def lineage_of(attempt: int) -> Lineage:
     """Return the lineage of an attempt without a parent."""
-    return {"attempt": attempt, "parent_attempt": None, "parent_step": None}
+    return Lineage(attempt=attempt, parent_attempt=None, parent_step=None)
 
 
 def write_slice(
-    tier: DurableTier, shard: ShardId, number: int, nbytes: int = 3 * CHUNK + 7, *,
+    tier: PartsTier, shard: ShardId, number: int, nbytes: int = 3 * CHUNK + 7, *,
     should_stop: Callable[[], bool] = never,
 ) -> int | None:  # fmt: skip
     """Write one slice of a part of known bytes."""
@@ -64,7 +65,7 @@ def write_slice(
     return tier.write_slice(shard, spec, number, manifest_of(shard), mine, should_stop=should_stop)
 
 
-def write_part(tier: DurableTier, shard: ShardId, nbytes: int = 3 * CHUNK + 7) -> None:
+def write_part(tier: PartsTier, shard: ShardId, nbytes: int = 3 * CHUNK + 7) -> None:
     """Write all slices of a part of known bytes."""
     for number in range(slices_count(spec_of(shard, nbytes, 1))):
         if write_slice(tier, shard, number, nbytes) is None:
@@ -77,7 +78,7 @@ def names_of(shard: ShardId, nbytes: int = 3 * CHUNK + 7) -> list[str]:
     return [slice_name(shard.rank, number, spec.digest) for number in range(slices_count(spec))]
 
 
-def write_step(tier: DurableTier, step: int, *, ranks: int = 2, nbytes: int = 3 * CHUNK + 7) -> DurableMarker:
+def write_step(tier: PartsTier, step: int, *, ranks: int = 2, nbytes: int = 3 * CHUNK + 7) -> DurableMarker:
     """Write a step of attempt 1 with its marker."""
     specs = {}
     for rank in range(ranks):
@@ -88,7 +89,13 @@ def write_step(tier: DurableTier, step: int, *, ranks: int = 2, nbytes: int = 3 
     return marker
 
 
-def read_payload(tier: DurableTier, shard: ShardId, spec: ShardSpec) -> bytes:
+def markers_of(tier: PartsTier, job: str) -> tuple[list[DurableMarker], list[str]]:
+    """Return the markers of a job, oldest first, and the faults of the others."""
+    records, problems = tier.marker_records(job)
+    return [record.marker for record in records], problems
+
+
+def read_payload(tier: PartsTier, shard: ShardId, spec: ShardSpec) -> bytes:
     """Return all chunks of a part, in order."""
     out = bytearray(spec.nbytes)
     for index in range(spec.chunks_count):

@@ -29,6 +29,7 @@ from memstore.core.wire import frame as wire
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import ProbeIdentity
+from memstore.core.wire.orders import Lineage
 from memstore.errors import MemstoreError, ProtocolError
 from memstore.shell.codec.decode import decode_state
 from memstore.shell.codec.encode import plan_state
@@ -200,7 +201,7 @@ def _durable_seeds() -> list[bytes]:
     part = SliceHeader(0, DURABLE_SPEC, 10, (1024, 1000), (False, True)).encode()
     size = struct.pack("<I", len(part) + 10 + 2024)
     specs = {rank: ShardSpec("cd" * 16, 10, 4, 3, 2) for rank in range(2)}
-    lineage = {"attempt": 1, "parent_attempt": None, "parent_step": None}
+    lineage = Lineage(attempt=1, parent_attempt=None, parent_step=None)
     chunk = Codec(is_compressing=True).seal(DURABLE_SPEC, 1, b"", [bytes(952)])[2]
     return [size + part, chunk, encode_marker("job", DurableMarker(StepId(1, 2), 2, specs), lineage)]
 

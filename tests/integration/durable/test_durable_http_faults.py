@@ -18,6 +18,7 @@ from memstore.testing.data.durable_steps import (
     CHUNK,
     JOB,
     lineage_of,
+    markers_of,
     names_of,
     payload_of,
     read_payload,
@@ -82,7 +83,7 @@ def test_a_request_that_fails_is_tried_again(tier: PartsTier, faults: HttpFaults
     faults.add("GET", "rank-0.1.", kind=kind)
     marker = write_step(tier, 1, ranks=1)
     assert read_payload(tier, shard_of(1), marker.specs[0]) == payload_of(shard_of(1), NBYTES)
-    assert tier.markers(JOB) == ([marker], [])
+    assert markers_of(tier, JOB) == ([marker], [])
     assert [rule.times for rule in faults.rules] == [0, 0, 0]
 
 
@@ -95,13 +96,13 @@ def test_a_server_that_goes_on_failing_is_no_evidence_about_the_bytes(tier: Part
     view = memoryview(bytearray(CHUNK))
     for call in (
         lambda: tier.read_chunk_into(shard_of(1), marker.specs[0], 0, view),
-        lambda: tier.markers(JOB),
+        lambda: markers_of(tier, JOB),
         lambda: write_part(tier, shard_of(2)),
     ):
         with pytest.raises(TransportError):
             call()
     faults.clear()
-    assert tier.markers(JOB) == ([marker], [])
+    assert markers_of(tier, JOB) == ([marker], [])
     assert read_payload(tier, shard_of(1), marker.specs[0]) == payload_of(shard_of(1), NBYTES)
 
 
@@ -163,7 +164,7 @@ def test_a_late_write_of_an_abandoned_order_replaces_nothing(tier: PartsTier, fa
     held.gate.set()
     writer.join(60)
     assert late[0] is not None
-    assert tier.markers(JOB) == ([marker], [])
+    assert markers_of(tier, JOB) == ([marker], [])
     assert read_payload(tier, shard_of(1), spec) == payload_of(shard_of(1), NBYTES)
 
 
@@ -182,7 +183,7 @@ def test_a_server_that_is_gone_in_the_middle_is_a_transport_error(
         with pytest.raises(TransportError):
             write_slice(tier, shard_of(1), 1)
         with pytest.raises(TransportError):
-            tier.markers(JOB)
+            markers_of(tier, JOB)
 
 
 def test_up_refuses_a_bucket_it_cannot_write(faults: HttpFaults) -> None:

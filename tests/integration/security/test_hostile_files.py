@@ -28,9 +28,10 @@ from memstore.shell.durable.directory import DirectoryFiles
 from memstore.shell.durable.tier import PartsTier
 from memstore.shell.net.listener import Listener
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
+from memstore.testing.data.durable_steps import markers_of
 from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank_process import RankNursery, together
-from recovery.inventory import ShardId, ShardSpec
+from recovery.inventory import ShardId, ShardSpec, StepId
 
 VICTIM = b"a user's thesis\n" * 5000
 NAME = "0" * 40  # of a manifest
@@ -152,13 +153,13 @@ JOBS = ["../../x", "..", "", "x" * 65, "x" * 300, "naïve", "a\0b", "a/b", ".hid
 def test_no_jobs_name_leaves_the_durable_directory(tmp_path: Path, job: str) -> None:
     """Reading, writing, listing and removing refuse the name; nothing appears in or beside the root."""
     tier = PartsTier(DirectoryFiles(tmp_path / "root"))
-    tier.probe()
+    tier.files.probe()
     shard = ShardId(job, 1, 1, 0)
     for call in (
         lambda: tier.write_slice(shard, SPEC, 0, b"m", [], should_stop=lambda: False),
         lambda: tier.read_manifest(shard, SPEC),
-        lambda: tier.markers(job),
-        lambda: tier.remove_job(job),
+        lambda: markers_of(tier, job),
+        lambda: tier.remove_step(job, StepId(1, 1)),
     ):
         with pytest.raises(errors.ConfigError):
             call()
@@ -171,7 +172,7 @@ def test_no_jobs_name_leaves_the_durable_directory(tmp_path: Path, job: str) -> 
 def test_no_number_leaves_the_durable_directory(tmp_path: Path, numbers: tuple[Any, ...]) -> None:
     """Negative, huge and mistyped attempts, steps and ranks make no file outside the job's folders."""
     tier = PartsTier(DirectoryFiles(tmp_path / "root"))
-    tier.probe()
+    tier.files.probe()
     with contextlib.suppress(errors.MemstoreError):
         tier.write_slice(ShardId("job", *numbers), SPEC, 0, b"m", [], should_stop=lambda: False)
     assert [path.name for path in tmp_path.iterdir()] == ["root"]

@@ -23,6 +23,7 @@ from memstore.testing.data.durable_steps import (
     CHUNK,
     JOB,
     chunks_of,
+    markers_of,
     names_of,
     payload_of,
     read_payload,
@@ -178,7 +179,7 @@ def test_without_the_right_key_the_error_names_the_keys(codec: Codec, tmp_path: 
         assert names_of(shard_of(1))[0] in str(caught.value)
         assert codec.key is None or key_name(OTHER_KEY).hex() in str(caught.value)
     assert bytes(view) == bytes(CHUNK)
-    assert len(tier.markers(JOB)[0]) == 1  # markers are readable: they say what is there, not what is in it
+    assert len(markers_of(tier, JOB)[0]) == 1  # markers are readable: they say what is there, not what is in it
 
 
 @pytest.mark.parametrize("codec", [Codec(), Codec(key=OTHER_KEY)], ids=["no key", "wrong key"])

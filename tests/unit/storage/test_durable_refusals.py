@@ -27,6 +27,7 @@ from memstore.testing.data.durable_steps import (
     CHUNK,
     JOB,
     files_under,
+    markers_of,
     names_of,
     shard_of,
     spec_of,
@@ -48,7 +49,7 @@ def test_marker_of_another_step_is_not_trusted(tier: PartsTier) -> None:
     write_part(tier, shard_of(2))
     step = Path(tier.files.where, JOB, "1")
     (step / "2" / "marker").write_bytes((step / "1" / "marker").read_bytes())
-    markers, problems = tier.markers(JOB)
+    markers, problems = markers_of(tier, JOB)
     assert [marker.step.step for marker in markers] == [1]
     assert "belongs to" in problems[0]
 
@@ -57,7 +58,7 @@ def test_oversized_marker_is_refused_before_it_is_read(tier: PartsTier) -> None:
     """A sparse file of a terabyte in the marker's place costs no memory."""
     write_step(tier, 1)
     os.truncate(Path(tier.files.where, JOB, "1", "1", "marker"), 1 << 40)
-    assert "the limit is" in tier.markers(JOB)[1][0]
+    assert "the limit is" in markers_of(tier, JOB)[1][0]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -76,11 +77,10 @@ def test_symbolic_links_below_the_root_are_not_followed(tier: PartsTier, tmp_pat
     with pytest.raises(IntegrityError):
         tier.remove_step(JOB, StepId(1, 1))
     if depth == 1:
-        assert tier.jobs() == []
         with pytest.raises(IntegrityError):
-            tier.markers(JOB)
+            markers_of(tier, JOB)
     else:
-        markers, problems = tier.markers(JOB)
+        markers, problems = markers_of(tier, JOB)
         assert markers == []
         assert "symbolic link" in problems[0]
     assert files_under(str(outside)) == before
@@ -100,8 +100,8 @@ def test_files_of_another_kind_are_refused(tier: PartsTier, tmp_path: Path, name
     else:
         path.mkdir()
     if name == "marker":
-        assert len(tier.markers(JOB)[1]) == 1
-        assert tier.markers(JOB)[0] == []
+        assert len(markers_of(tier, JOB)[1]) == 1
+        assert markers_of(tier, JOB)[0] == []
     else:
         with pytest.raises(IntegrityError):
             tier.read_manifest(shard_of(1), spec)
@@ -110,11 +110,11 @@ def test_files_of_another_kind_are_refused(tier: PartsTier, tmp_path: Path, name
 def test_missing_root_is_never_an_empty_history(tmp_path: Path) -> None:
     """An unmounted share is an error that says so, not a job that no process knows (R23)."""
     tier = PartsTier(DirectoryFiles(tmp_path / "unmounted"))
-    for call in (tier.jobs, lambda: tier.markers(JOB), lambda: tier.sweep(JOB, ())):
+    for call in (lambda: markers_of(tier, JOB), lambda: tier.sweep(JOB, ())):
         with pytest.raises(ConfigError, match="mount or create it"):
             call()
     (tmp_path / "unmounted").mkdir()
-    assert tier.markers(JOB) == ([], [])
+    assert markers_of(tier, JOB) == ([], [])
 
 
 def test_probe_creates_the_last_folder_and_leaves_no_file(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def small_disk() -> Iterator[str]:
 def test_full_disk_is_a_capacity_error_and_gives_the_room_back(small_disk: str) -> None:
     """A slice that does not fit leaves nothing; with the step gone its room is back; others stay and still fit."""
     tier = PartsTier(DirectoryFiles(small_disk))
-    tier.probe()
+    tier.files.probe()
     first = write_step(tier, 1, ranks=1)
     before = os.statvfs(small_disk).f_bavail
     with pytest.raises(CapacityError, match="ENOSPC"):
@@ -180,7 +180,7 @@ def test_full_disk_is_a_capacity_error_and_gives_the_room_back(small_disk: str) 
     tier.remove_step(JOB, StepId(1, 2), only_unmarked=True)
     assert os.statvfs(small_disk).f_bavail == before
     second = write_step(tier, 2, ranks=1)
-    assert tier.markers(JOB) == ([first, second], [])
+    assert markers_of(tier, JOB) == ([first, second], [])
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_folders_that_cannot_be_synced_are_tolerated(tier: PartsTier, monkeypatc
 
     monkeypatch.setattr(os, "fsync", sync)
     marker = write_step(tier, 1)
-    assert tier.markers(JOB) == ([marker], [])
+    assert markers_of(tier, JOB) == ([marker], [])
 
 
 def test_no_descriptor_is_leaked(tier: PartsTier) -> None:
@@ -233,7 +233,7 @@ def test_no_descriptor_is_leaked(tier: PartsTier) -> None:
         tier.read_manifest(shard_of(1), spec)
         with pytest.raises(IntegrityError):
             tier.read_manifest(shard_of(9), spec)
-        tier.markers(JOB)
+        markers_of(tier, JOB)
         tier.sweep(JOB, ())
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -344,22 +344,17 @@ def test_marker_goes_first_and_durably(tier: PartsTier, monkeypatch: pytest.Monk
     assert calls[:2] == ["marker", "sync"]
     assert sorted(calls[2:]) == sorted(names_of(shard_of(1)) + names_of(shard_of(1, 1)))
     tier.remove_step(JOB, StepId(1, 1))
-    assert tier.markers(JOB) == ([kept], [])
+    assert markers_of(tier, JOB) == ([kept], [])
     assert not Path(tier.files.where, JOB, "1", "1").exists()
 
 
-def test_remove_job_leaves_strangers_alone(tier: PartsTier) -> None:
-    """All of a job goes; a file another process put there stays, with the folders above it."""
+def test_a_removed_step_leaves_strangers_alone(tier: PartsTier) -> None:
+    """All of a step goes; a file another process put there stays, with the folders above it."""
     write_step(tier, 1)
-    write_step(tier, 2)
-    stranger = Path(tier.files.where, JOB, "1", "2", "notes.txt")
+    stranger = Path(tier.files.where, JOB, "1", "1", "notes.txt")
     stranger.write_text("mine")
-    tier.remove_job(JOB)
-    assert files_under(tier.files.where) == {f"{JOB}/1/2/notes.txt"}
-    stranger.unlink()
-    tier.remove_job(JOB)
-    assert tier.jobs() == []
-    tier.remove_job(JOB)
+    tier.remove_step(JOB, StepId(1, 1))
+    assert files_under(tier.files.where) == {f"{JOB}/1/1/notes.txt"}
 
 
 def test_sweep_removes_what_crashes_left(tier: PartsTier) -> None:
@@ -375,4 +370,4 @@ def test_sweep_removes_what_crashes_left(tier: PartsTier) -> None:
     left |= {f"4/{name}" for name in names_of(shard_of(4))}
     assert files_under(tier.files.where) == {f"{JOB}/1/{name}" for name in left}
     assert tier.sweep(JOB, ()) == (StepId(1, 3), StepId(1, 4))
-    assert tier.markers(JOB) == ([marker], [])
+    assert markers_of(tier, JOB) == ([marker], [])

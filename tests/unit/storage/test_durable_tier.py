@@ -11,6 +11,7 @@ import pytest
 
 from memstore.core.durable.paths import MARKER
 from memstore.core.durable.slice_format import slices_count
+from memstore.core.wire.orders import Lineage
 from memstore.errors import ConfigError, DigestMismatch, IntegrityError, InternalError, PeerTimeout
 from memstore.shell.durable import objects
 from memstore.shell.durable.objects import ObjectFiles
@@ -21,6 +22,7 @@ from memstore.testing.data.durable_steps import (
     chunks_of,
     lineage_of,
     manifest_of,
+    markers_of,
     names_of,
     never,
     payload_of,
@@ -82,8 +84,7 @@ def overwrite(tier: PartsTier, step: int, name: str, data: bytes) -> None:
 def test_step_round_trips(tier: PartsTier, nbytes: int) -> None:
     """What was written comes back bit for bit, for empty, short, exact and ragged payloads."""
     marker = write_step(tier, 10, nbytes=nbytes)
-    assert tier.markers(JOB) == ([marker], [])
-    assert tier.jobs() == [JOB]
+    assert markers_of(tier, JOB) == ([marker], [])
     for rank, spec in marker.specs.items():
         shard = shard_of(10, rank)
         assert tier.read_manifest(shard, spec) == manifest_of(shard)
@@ -107,18 +108,18 @@ def test_markers_come_oldest_first_with_lineage(tier: PartsTier) -> None:
     for attempt, step in ((2, 9), (10, 100), (2, 10)):
         write_part(tier, shard_of(step, 0, attempt))
         spec = spec_of(shard_of(step, 0, attempt), 3 * CHUNK + 7, 1)
-        lineage = {"attempt": attempt, "parent_attempt": attempt - 1, "parent_step": 8, "chain": [[1, 8]]}
+        lineage = Lineage(attempt=attempt, parent_attempt=attempt - 1, parent_step=8, attempts=((1, 8.0),))
         tier.write_marker(JOB, DurableMarker(StepId(attempt, step), 1, {0: spec}), lineage)
     records, problems = tier.marker_records(JOB)
     assert [record.marker.step for record in records] == [StepId(2, 9), StepId(2, 10), StepId(10, 100)]
-    assert records[-1].lineage == {"attempt": 10, "parent_attempt": 9, "parent_step": 8, "chain": [[1, 8]]}
+    assert records[-1].lineage == Lineage(attempt=10, parent_attempt=9, parent_step=8, attempts=((1, 8.0),))
     assert problems == []
 
 
 def test_part_without_marker_is_invisible(tier: PartsTier) -> None:
     """A crash before the marker leaves a step that no get returns."""
     write_part(tier, shard_of(5))
-    assert tier.markers(JOB) == ([], [])
+    assert markers_of(tier, JOB) == ([], [])
 
 
 def test_marker_is_refused_before_its_parts(tier: PartsTier) -> None:
@@ -129,11 +130,11 @@ def test_marker_is_refused_before_its_parts(tier: PartsTier) -> None:
     for _ in range(2):
         with pytest.raises(IntegrityError, match=r"lacks 1 of 2 parts.*first ranks \[1\]"):
             tier.write_marker(JOB, marker, lineage_of(1))
-        assert tier.markers(JOB) == ([], [])
+        assert markers_of(tier, JOB) == ([], [])
         tier.write_slice(shard_of(5, 1), spec_of(shard_of(6), 1, 1), 0, b"m", [memoryview(b"x")], should_stop=never)
     write_slice(tier, shard_of(5, 1), 1)
     tier.write_marker(JOB, marker, lineage_of(1))
-    assert tier.markers(JOB) == ([marker], [])
+    assert markers_of(tier, JOB) == ([marker], [])
 
 
 def test_same_slice_and_same_marker_again_are_fine_other_bytes_lie_beside(tier: PartsTier) -> None:
@@ -145,7 +146,7 @@ def test_same_slice_and_same_marker_again_are_fine_other_bytes_lie_beside(tier: 
     tier.write_slice(shard_of(5), other, 0, manifest_of(shard_of(6)), [memoryview(b"x")], should_stop=never)
     with pytest.raises(IntegrityError, match="remove the step first"):
         tier.write_marker(JOB, DurableMarker(StepId(1, 5), 1, {0: other}), lineage_of(1))
-    assert tier.markers(JOB) == ([marker], [])
+    assert markers_of(tier, JOB) == ([marker], [])
     assert read_payload(tier, shard_of(5), marker.specs[0]) == payload_of(shard_of(5), 3 * CHUNK + 7)
 
 
@@ -208,11 +209,8 @@ def test_a_removed_step_is_gone_and_the_others_are_not(tier: PartsTier) -> None:
     kept = write_step(tier, 2)
     for _ in range(2):
         tier.remove_step(JOB, StepId(1, 1))
-        assert tier.markers(JOB) == ([kept], [])
+        assert markers_of(tier, JOB) == ([kept], [])
         assert names(tier, 1) == set()
-    for _ in range(2):
-        tier.remove_job(JOB)
-        assert tier.jobs() == []
 
 
 def test_sweep_removes_what_crashes_left(tier: PartsTier) -> None:
@@ -224,7 +222,7 @@ def test_sweep_removes_what_crashes_left(tier: PartsTier) -> None:
     assert (names(tier, 2), len(names(tier, 3)), len(names(tier, 4))) == (set(), 2, 2)
     overwrite(tier, 3, MARKER, b"torn")
     assert tier.sweep(JOB, ()) == (StepId(1, 4),)
-    assert tier.markers(JOB)[0] == [marker]
+    assert markers_of(tier, JOB)[0] == [marker]
     assert len(names(tier, 3)) == 3
 
 
@@ -238,12 +236,12 @@ def test_every_torn_marker_is_reported_and_skipped_and_may_be_written_again(tier
     damaged += [bytes(whole[:at]) + bytes([whole[at] ^ 4]) + bytes(whole[at + 1 :]) for at in range(0, len(whole), 41)]
     for data in damaged:
         overwrite(tier, 2, MARKER, data)
-        markers, problems = tier.markers(JOB)
+        markers, problems = markers_of(tier, JOB)
         assert markers == [sound]
         assert len(problems) == 1
         assert "step 2" in problems[0]
     tier.write_marker(JOB, torn, lineage_of(1))
-    assert tier.markers(JOB) == ([sound, torn], [])
+    assert markers_of(tier, JOB) == ([sound, torn], [])
 
 
 def test_truncated_or_altered_slice_is_refused(tier: PartsTier) -> None:
@@ -291,9 +289,8 @@ def test_job_names_cannot_leave_the_root(tier: PartsTier, job: str) -> None:
     calls: list[Callable[[], object]] = [
         lambda: tier.write_slice(ShardId(job, 1, 1, 0), spec, 0, b"m", [], should_stop=never),
         lambda: tier.read_manifest(ShardId(job, 1, 1, 0), spec),
-        lambda: tier.markers(job),
+        lambda: markers_of(tier, job),
         lambda: tier.remove_step(job, StepId(1, 1)),
-        lambda: tier.remove_job(job),
         lambda: tier.sweep(job, ()),
     ]
     for call in calls:
@@ -309,17 +306,17 @@ def test_negative_numbers_are_refused(tier: PartsTier, shard: ShardId) -> None:
 
 
 def test_probe_leaves_nothing(tier: PartsTier) -> None:
-    """Probing succeeds as often as asked, and no job appears."""
-    tier.probe()
-    tier.probe()
-    assert tier.jobs() == []
+    """Probing succeeds as often as asked, and no step appears."""
+    tier.files.probe()
+    tier.files.probe()
+    assert markers_of(tier, JOB) == ([], [])
 
 
 def test_a_place_that_is_not_there_is_never_an_empty_history(url: str) -> None:
     """An unmounted share or a bucket that is gone is an error that says so, not a job that no process knows (R23)."""
     gone = url.replace("bucket", "no-such-bucket") if "://" in url else url + "/unmounted"
     tier = PartsTier(files_from_url(gone))
-    for call in (tier.jobs, lambda: tier.markers(JOB), lambda: tier.sweep(JOB, ())):
+    for call in (lambda: markers_of(tier, JOB), lambda: tier.sweep(JOB, ())):
         with pytest.raises(ConfigError, match=r"create the bucket|mount or create it"):
             call()
     with pytest.raises(ConfigError):

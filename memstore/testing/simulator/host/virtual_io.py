@@ -13,12 +13,10 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-import msgspec
-
 from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
-from memstore.core.durable.marker_format import MarkerRecord, row_of
+from memstore.core.durable.marker_format import MarkerRecord
 from memstore.core.durable.slice_format import slice_nbytes, slice_range, slices_count
 from memstore.core.format.manifest import chunk_digest, decode_manifest
 from memstore.core.holder import holder_io, ranks
@@ -286,7 +284,7 @@ class VirtualIo:
                 if path in self.storage.removed:  # the order came late, as to a holder that was frozen
                     raise IntegrityError(f"{step} lacks the part of rank {rank}: no marker was written")
                 raise Violation("R31", f"the marker of {step} was written before rank {rank}'s part under its key")
-        self.storage.markers[path] = (specs, marker.key, msgspec.to_builtins(lineage))
+        self.storage.markers[path] = (specs, marker.key, lineage)
 
     async def remove_durable(self, place: DurablePlace, job: str, step: StepId, *, only_unmarked: bool) -> None:
         """As in HolderIo."""
@@ -301,7 +299,7 @@ class VirtualIo:
         """As in HolderIo."""
         await self._travel()
         rows = tuple(
-            row_of(MarkerRecord(name, DurableMarker(StepId(attempt, step), len(specs), specs, key), lineage))
+            MarkerRecord(name, DurableMarker(StepId(attempt, step), len(specs), specs, key), lineage).row
             for (name, attempt, step), (specs, key, lineage) in sorted(self.storage.markers.items())
             if name == job
         )

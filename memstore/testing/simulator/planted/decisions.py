@@ -15,7 +15,7 @@ from memstore.core.cluster.job import Call, Job
 from memstore.core.cluster.reading import Round
 from memstore.core.commit.commits import StepCommits
 from memstore.core.controller.machine import ControllerMachine
-from memstore.core.durable.write_state import MARKER
+from memstore.core.durable.states import MARKER
 from memstore.core.durable.writes import DurableOrders
 from memstore.core.journal.fact_log import FactLog
 from memstore.core.journal.replication import Journal

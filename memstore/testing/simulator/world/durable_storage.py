@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from memstore.core.wire.orders import DurablePlace
+from memstore.core.wire.orders import DurablePlace, Lineage
 from recovery.inventory import ShardId, ShardSpec
-
-Body = dict[str, Any]
 
 
 @dataclass
@@ -17,7 +14,7 @@ class DurableStorage:
 
     # (shard, digest, key's name, slice) -> number of slices, manifest, chunks
     slices: dict[tuple[ShardId, str, str, int], tuple[int, bytes, list[bytes]]] = field(default_factory=dict)
-    markers: dict[tuple[str, int, int], tuple[dict[int, ShardSpec], str, Body]] = field(default_factory=dict)
+    markers: dict[tuple[str, int, int], tuple[dict[int, ShardSpec], str, Lineage]] = field(default_factory=dict)
     removed: set[tuple[str, int, int]] = field(default_factory=set)  # steps that an order removed
     keys: dict[str, str] = field(default_factory=dict)  # host -> name of the key in its file
     problem: str = ""  # every operation fails with it

@@ -6,8 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from memstore.core.durable.checks import CHECK_DEADLINE_S, PATIENCE_S
-from memstore.core.durable.looks import AGAIN_S, LOOK_EVERY_S
+from memstore.core.durable.checks import AGAIN_S, CHECK_DEADLINE_S, LOOK_EVERY_S, PATIENCE_S
 from memstore.core.durable.paths import other_key
 from memstore.core.report.problems import DEGRADED
 from memstore.core.wire.orders import DurableOrder, ListMarkers, WriteSlices
