@@ -80,7 +80,7 @@ class SimHolder:
         self.late_s = 0.0  # by which the thread that serves the next link is late
         self.calls = Calls(
             lambda number, request: self.send_event(Received(self.host_id, Called(id=number, call=request))),
-            first=info.incarnation << 32,
+            first=(info.incarnation << 32) % (1 << 60),
         )
         memory.is_cut, memory.crash_in = False, None
         self.replicas: Store = ReplicaStore(
