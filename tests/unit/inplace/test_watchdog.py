@@ -20,9 +20,9 @@ HANG_S = 1.0
 ARRIVES_S = 30.0
 RANK = """
 import ctypes, sys, time
-from memstore.inplace.meeting import Place
+from memstore.inplace.meeting import MeetingPlace
 from memstore.inplace.watchdog_process import WatchdogProcess
-place = Place(
+place = MeetingPlace(
     address="127.0.0.1", port=0, run="run", rank=7, life=2, first=0, world_size=8, launcher="", backend="gloo",
     collective_timeout_s=60.0, lifeline_port=int(sys.argv[1]), hang_after_s=1.0,
 )
@@ -56,10 +56,10 @@ while True:
 """
 WATCHED = """
 import sys
-from memstore.inplace.meeting import Meeting, Place
+from memstore.inplace.meeting import Meeting, MeetingPlace
 from memstore.inplace.watcher import Watcher
 port, lifeline, run, rank = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-place = Place(
+place = MeetingPlace(
     address="127.0.0.1", port=port, run=run, rank=rank, life=1, first=0, world_size=2, launcher="", backend="gloo",
     collective_timeout_s=60.0, lifeline_port=lifeline, hang_after_s=1.0,
 )
