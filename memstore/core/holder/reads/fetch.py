@@ -145,13 +145,14 @@ async def _answered(io: HolderIo, state: HolderState, source: str, question: Cor
 def by_source(state: HolderState, order: Bring, indices: Iterable[int]) -> tuple[Chunks, Chunks]:
     """Return source -> those of the chunks that it is asked for; and what nobody but this host was to have.
 
-    What was planned from here and is bad, or gone, is asked of another holder.
+    What was planned from here and is bad, or gone, is asked of another holder; for a get of all ranks the controller
+    plans again, so that the get says how many bytes came from where.
     """
     planned: dict[int, str] = {}
     for run in order.runs:
         source = state.host_id if run.tier == "local" else run.source or DURABLE
         planned.update(dict.fromkeys(range(run.first, run.first + run.count), source))
-    others = [host for host in order.holders if host != state.host_id]
+    others = [host for host in order.holders if host != state.host_id] if order.use != "get" else []
     asked: Chunks = {}
     for index in indices:
         source = planned.get(index, state.host_id)

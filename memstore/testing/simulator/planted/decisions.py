@@ -310,7 +310,7 @@ ROWS = (
 LOAD_FAILS = Fault(4.0, "load-fails", rank=1)
 
 
-@planted("adopts-before-loaded", "R23", "R23", LOAD_FAILS, at=(Staging, "_hand_out"))
+@planted("adopts-before-loaded", "R23", "R23", LOAD_FAILS, at=(Staging, "_answer"))
 def adopts_before_loaded(real: Any, self: Staging, now: float, active: Round) -> Any:
     """A step counts as adopted when its bytes are handed out, not when every rank has loaded them."""
     outcome = real(self, now, active)
