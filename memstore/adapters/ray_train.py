@@ -31,7 +31,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from memstore.config import check_limit, check_whole
 from memstore.core.cluster.text import CAUSES
 from memstore.errors import RecoveryError
-from memstore.inplace.meeting import REPEATS, Failures, MeetingPlace, MeetingServer
+from memstore.inplace.meeting import MeetingPlace, MeetingServer
+from memstore.inplace.membership import REPEATS, Failures
 from memstore.inplace.private_names import missing
 from memstore.inplace.ray_actors import SPARE_AFTER_S, warm_torch
 from memstore.inplace.reentry import join_meeting

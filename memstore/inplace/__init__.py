@@ -4,8 +4,8 @@
     def train(args): ...                       # connect, get, the loop of steps, put: unchanged
 
 What is lost is replaced by Ray Train (`memstore.adapters.ray_train`) or by `memstore.inplace.ray_actors`; they import
-this room, and it knows no more than `memstore.client`. Pure, so the simulator runs them too: `membership.py`,
-`verdict.py`, `failures.py`, `phases.py`. Read `reentry.py` first, then `generation.py`, `meeting.py`, `reuse.py`.
+this room, and it knows no more than `memstore.client`. Pure, so the simulator runs it too: `membership.py`. Read
+`reentry.py` first, then `meeting.py`, `reuse.py`.
 
     a rank      meet --all ranks--> run --return--> wait for the others' return --> done
                   '<-- yes -- was a rank lost? <-- exception, or a rank is lost; no: raise

@@ -24,9 +24,17 @@ other way round: so a process that sees the new generation sees as well that it 
 
 from __future__ import annotations
 
+import dis
+import traceback
+from collections import defaultdict
+from dataclasses import dataclass
+from types import TracebackType
 from typing import Protocol
 
-from memstore.core.cluster.text import listed
+import msgspec
+
+from memstore.core.cluster.text import CAUSES, listed, phases_text
+from memstore.core.wire.calls import InPlace, RankLoss
 from memstore.errors import FencedError, GatherTimeout
 
 NONE = -1
@@ -244,3 +252,145 @@ class Closing:
         if closed != self.closed:
             self.closed, self.since_s = closed, now
         return closed >= self.world_size - 1 or now - self.since_s >= QUIET_S
+
+
+# -- verdict ------------------------------------------------------------------------------------------
+# Is the exception that left the training function the loss of a peer, or the user's own bug? Pure.
+
+
+# A collective fails in one of these packages; a wait on the store, or on Ray Train's barrier, does too.
+OF_LOSSES = ("torch", "memstore", "ray")
+
+
+def innermost_module(trace: TracebackType | None) -> str:
+    """Return the name of the module whose code raised an exception; "" without a traceback."""
+    name = ""
+    while trace is not None:
+        name = str(trace.tb_frame.f_globals.get("__name__", ""))
+        trace = trace.tb_next
+    return name
+
+
+def is_of_raise(trace: TracebackType | None) -> bool:
+    """Return whether a `raise` of Python code made an exception, not a call of C code, such as `work.wait()`."""
+    if trace is None:
+        return True
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
+
+
+def may_be_loss(error: BaseException) -> bool:
+    """Return whether an exception may come of a lost peer: it is worth asking whether one is lost."""
+    if not isinstance(error, Exception):
+        return False  # KeyboardInterrupt, SystemExit: the process is to end
+    if innermost_module(error.__traceback__).split(".")[0] in OF_LOSSES:
+        return True
+    return isinstance(error, RuntimeError) and not is_of_raise(error.__traceback__)
+
+
+# -- phases -------------------------------------------------------------------------------------------
+# How long a rank took to leave a generation and to enter the next: for people, not for decisions. Pure.
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """When a process left a generation, on its monotonic clock."""
+
+    failed_s: float  # an exception left the function; infinity: it returned, or never began
+    over_s: float  # a loss was known
+    end_s: float  # all was torn down
+
+    @property
+    def detect_s(self) -> float:
+        """Return for how long it waited for word of a loss, which its exception came before."""
+        return max(0.0, self.over_s - self.failed_s)
+
+
+def in_place_of(
+    generation: int, losses: tuple[RankLoss, ...], leaving: Leaving | None, met_s: float, made_s: float
+) -> InPlace:
+    """Return what a rank reports of a generation that it enters.
+
+    Args:
+        generation: Its number.
+        losses: Of the run.
+        leaving: How this process left the one before; None: it was in none.
+        met_s: When all ranks had come, on the monotonic clock.
+        made_s: When their process group was made.
+    """
+    return InPlace(
+        generation=generation, losses=losses,
+        detect_s=None if leaving is None else leaving.detect_s,
+        abort_s=None if leaving is None else leaving.end_s - leaving.over_s,
+        replace_s=None if leaving is None else met_s - leaving.end_s,
+        meet_s=made_s - met_s, build_s=0.0,
+    )  # fmt: skip
+
+
+def met_text(entered: InPlace, before: int) -> str:
+    """Return "generation 4: rank 3 was replaced (its process ended); all met: detect 0.40 s, ...".
+
+    Args:
+        entered: What this rank knows, with the losses of the run.
+        before: The last generation that this process was in, or could have been in.
+    """
+    losses = [loss for loss in entered.losses if loss.generation > before]
+    silent_s = losses[0].silent_s if losses else 0.0
+    ranks = sorted({loss.rank for loss in losses})
+    whys = ", ".join(sorted({CAUSES[loss.cause] for loss in losses}))
+    who = f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)} {'were' if len(ranks) > 1 else 'was'} replaced ({whys})"
+    measured = {
+        "detect": None if entered.detect_s is None else max(silent_s, entered.detect_s), "abort": entered.abort_s,
+        "replace": entered.replace_s, "meet": entered.meet_s,
+    }  # fmt: skip
+    took_s = {phase: value_s for phase, value_s in measured.items() if value_s is not None}
+    return f"generation {entered.generation}: {who if losses else 'it begins'}; all met: {phases_text(took_s)}"
+
+
+# -- failures -----------------------------------------------------------------------------------------
+# The same failure of the training function again and again: a bug, which no restart repairs. Pure.
+
+
+REPEATS = 3
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """An exception that left the training function on some rank and is no loss of another one.
+
+    Attributes:
+        run: Of the worker group that the rank belonged to.
+        generation: In that run.
+        rank: Whose function raised.
+        step: The newest step that this rank had put or restored; None if there was none.
+        kind: The exception's class, and the line that raised it.
+        text: The traceback.
+    """
+
+    run: str
+    generation: int
+    rank: int
+    step: int | None
+    kind: str
+    text: str
+
+
+def failure_of(error: BaseException, *, run: str, generation: int, rank: int, step: int | None) -> Failure:
+    """Return what an exception says of a rank's failure."""
+    raised = traceback.extract_tb(error.__traceback__)[-1:]
+    where = f"{raised[0].filename}:{raised[0].lineno}" if raised else "?"
+    text = "".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace").decode()
+    return Failure(run, generation, rank, step, f"{type(error).__qualname__} in {where}", text)
+
+
+class Failures:
+    """All failures of a job, over its worker groups."""
+
+    def __init__(self) -> None:
+        self._generations: dict[tuple[int | None, str], set[tuple[str, int]]] = defaultdict(set)
+
+    def is_hopeless(self, failure: Failure) -> bool:
+        """Take a failure; return whether it has come in REPEATS generations at one step. Ranks of one count once."""
+        generations = self._generations[failure.step, failure.kind]
+        generations.add((failure.run, failure.generation))
+        return len(generations) >= REPEATS

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dis
 import functools
 import gc
 import logging
@@ -22,7 +21,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import Enum
-from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch.distributed as dist
@@ -30,117 +28,16 @@ from torch.distributed import distributed_c10d as c10d
 
 from memstore.client.connect import newest_step_here
 from memstore.core.attempts.generation_key import generation_key
-from memstore.core.cluster.text import CAUSES, listed, phases_text
-from memstore.core.wire.calls import InPlace, RankLoss
+from memstore.core.cluster.text import listed
 from memstore.errors import ConfigError
 from memstore.inplace import watcher
 from memstore.inplace.gloo_sockets import GlooSockets
-from memstore.inplace.meeting import LOOK_S, Meeting, MeetingPlace, connect, failure_of
-from memstore.inplace.membership import NONE
+from memstore.inplace.meeting import LOOK_S, Meeting, MeetingPlace, connect
+from memstore.inplace.membership import NONE, Leaving, failure_of, in_place_of, may_be_loss, met_text
 from memstore.inplace.settings import ProcessSettings
 from memstore.inplace.watcher import Watcher
 from memstore.shell.rank.launch import IN_PLACE, Launch, give_launch
 from memstore.shell.rank.open_links import allow_links, interrupt_all
-
-# -- phases -------------------------------------------------------------------------------------------
-# How long a rank took to leave a generation and to enter the next: for people, not for decisions. Pure.
-
-
-@dataclass(frozen=True, slots=True)
-class Leaving:
-    """When a process left a generation, on its monotonic clock."""
-
-    failed_s: float  # an exception left the function; infinity: it returned, or never began
-    over_s: float  # a loss was known
-    end_s: float  # all was torn down
-
-    @property
-    def detect_s(self) -> float:
-        """Return for how long it waited for word of a loss, which its exception came before."""
-        return max(0.0, self.over_s - self.failed_s)
-
-
-def in_place_of(
-    generation: int, losses: tuple[RankLoss, ...], leaving: Leaving | None, met_s: float, made_s: float
-) -> InPlace:
-    """Return what a rank reports of a generation that it enters.
-
-    Args:
-        generation: Its number.
-        losses: Of the run.
-        leaving: How this process left the one before; None: it was in none.
-        met_s: When all ranks had come, on the monotonic clock.
-        made_s: When their process group was made.
-    """
-    return InPlace(
-        generation=generation, losses=losses,
-        detect_s=None if leaving is None else leaving.detect_s,
-        abort_s=None if leaving is None else leaving.end_s - leaving.over_s,
-        replace_s=None if leaving is None else met_s - leaving.end_s,
-        meet_s=made_s - met_s, build_s=0.0,
-    )  # fmt: skip
-
-
-def met_text(entered: InPlace, before: int) -> str:
-    """Return "generation 4: rank 3 was replaced (its process ended); all met: detect 0.40 s, ...".
-
-    Args:
-        entered: What this rank knows, with the losses of the run.
-        before: The last generation that this process was in, or could have been in.
-    """
-    losses = [loss for loss in entered.losses if loss.generation > before]
-    silent_s = losses[0].silent_s if losses else 0.0
-    ranks = sorted({loss.rank for loss in losses})
-    whys = ", ".join(sorted({CAUSES[loss.cause] for loss in losses}))
-    who = f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)} {'were' if len(ranks) > 1 else 'was'} replaced ({whys})"
-    measured = {
-        "detect": None if entered.detect_s is None else max(silent_s, entered.detect_s), "abort": entered.abort_s,
-        "replace": entered.replace_s, "meet": entered.meet_s,
-    }  # fmt: skip
-    took_s = {phase: value_s for phase, value_s in measured.items() if value_s is not None}
-    return f"generation {entered.generation}: {who if losses else 'it begins'}; all met: {phases_text(took_s)}"
-
-
-# -- reentry ------------------------------------------------------------------------------------------
-
-
-# -- verdict ------------------------------------------------------------------------------------------
-# Is the exception that left the training function the loss of a peer, or the user's own bug? Pure.
-
-
-# A collective fails in one of these packages; a wait on the store, or on Ray Train's barrier, does too.
-OF_LOSSES = ("torch", "memstore", "ray")
-
-
-def innermost_module(trace: TracebackType | None) -> str:
-    """Return the name of the module whose code raised an exception; "" without a traceback."""
-    name = ""
-    while trace is not None:
-        name = str(trace.tb_frame.f_globals.get("__name__", ""))
-        trace = trace.tb_next
-    return name
-
-
-def is_of_raise(trace: TracebackType | None) -> bool:
-    """Return whether a `raise` of Python code made an exception, not a call of C code, such as `work.wait()`."""
-    if trace is None:
-        return True
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
-
-
-def may_be_loss(error: BaseException) -> bool:
-    """Return whether an exception may come of a lost peer: it is worth asking whether one is lost."""
-    if not isinstance(error, Exception):
-        return False  # KeyboardInterrupt, SystemExit: the process is to end
-    if innermost_module(error.__traceback__).split(".")[0] in OF_LOSSES:
-        return True
-    return isinstance(error, RuntimeError) and not is_of_raise(error.__traceback__)
-
-
-# -- reentry ------------------------------------------------------------------------------------------
-
 
 # -- generation ---------------------------------------------------------------------------------------
 # The generation that this process is in: one meeting of all ranks, one run of the training function in each.

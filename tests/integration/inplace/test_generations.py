@@ -12,7 +12,7 @@ import torch
 import memstore
 from memstore.core.attempts.generation_key import generation_key
 from memstore.core.wire.calls import InPlace
-from memstore.inplace.reentry import may_be_loss
+from memstore.inplace.membership import may_be_loss
 from memstore.shell.rank.launch import IN_PLACE, Launch, give_launch
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 

@@ -14,15 +14,17 @@ from memstore.core.cluster.text import listed
 from memstore.core.wire.calls import RankLoss
 from memstore.errors import FencedError, GatherTimeout
 from memstore.inplace import meeting as meeting_file
-from memstore.inplace.meeting import Failures, Meeting, MeetingPlace, MeetingServer, failure_of
+from memstore.inplace.meeting import Meeting, MeetingPlace, MeetingServer
 from memstore.inplace.membership import (
     ANSWER_S,
     NONE,
     QUIET_S,
     Closing,
     Coming,
+    Failures,
     Inquiry,
     RankMembership,
+    failure_of,
     is_asked,
     is_over_for_all,
     note_waiting,

@@ -19,7 +19,8 @@ from memstore.errors import GatherTimeout
 from memstore.inplace import generation, membership, reentrant, reentry, watcher
 from memstore.inplace.gloo_sockets import GlooSockets
 from memstore.inplace.meeting import Meeting, MeetingPlace, MeetingServer, connect
-from memstore.inplace.reentry import Leaving, in_place_of, innermost_module, join_meeting, may_be_loss, met_text
+from memstore.inplace.membership import Leaving, in_place_of, innermost_module, may_be_loss, met_text
+from memstore.inplace.reentry import join_meeting
 from memstore.shell.rank.launch import detect_launch
 from memstore.testing.clusters.processes import wait_for
 

@@ -20,8 +20,7 @@ from memstore.core.attempts.generation_key import generation_key
 from memstore.core.wire.calls import RankLoss
 from memstore.core.wire.replies import Joined
 from memstore.errors import FencedError, GatherTimeout
-from memstore.inplace.membership import NONE, QUIET_S, Closing, Coming, is_over
-from memstore.inplace.reentry import Leaving, in_place_of
+from memstore.inplace.membership import NONE, QUIET_S, Closing, Coming, Leaving, in_place_of, is_over
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.rank.rank import GET_S, THAW_POLL_S, SimRank
 from memstore.testing.simulator.world.processes import Answer, AnyHolder, CallFailed, CopiedRead
