@@ -81,6 +81,7 @@ is_built = not {"build", "build_ext", "bdist_wheel", "develop", "editable_wheel"
 helpers = _helpers() if is_built else [HELPER]
 is_asked_what_it_needs = "egg_info" in sys.argv  # by the front end, before it builds
 setup(
-    ext_modules=helpers, options={"bdist_wheel": {"py_limited_api": "cp310"}} if helpers else {},
+    ext_modules=helpers,
+    options={"bdist_wheel": {"py_limited_api": "cp310"}} if helpers else {},
     setup_requires=["pyarrow"] if is_asked_what_it_needs and _lacks_header_only() else [],
-)  # fmt: skip
+)

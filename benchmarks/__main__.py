@@ -72,18 +72,21 @@ def main(arguments: Sequence[str] | None = None) -> list[Record]:
     )
     parser.add_argument("--without-ray", action="store_true", help="leave Ray's object store out")
     parser.add_argument(
-        "--hosts", choices=(SHARED_CORES.split()[0], EMULATED_HOSTS.split()[0]),
+        "--hosts",
+        choices=(SHARED_CORES.split()[0], EMULATED_HOSTS.split()[0]),
         help="replicate and restore: only with all cores shared by both hosts, or only with a core for each",
-    )  # fmt: skip
+    )
     parser.add_argument("--out", type=Path, help="folder whose JSON files take the records")
     chosen = parser.parse_args(arguments)
     name = chosen.size or "quick"
     nbytes, rounds = SIZES[name]
     options = Options(
-        nbytes=chosen.nbytes or nbytes, rounds=chosen.rounds or rounds, chunk_bytes=chosen.chunk_bytes,
+        nbytes=chosen.nbytes or nbytes,
+        rounds=chosen.rounds or rounds,
+        chunk_bytes=chosen.chunk_bytes,
         with_ray=not chosen.without_ray,
         hosts=tuple(h for h in (SHARED_CORES, EMULATED_HOSTS) if h.startswith(chosen.hosts or "")),
-    )  # fmt: skip
+    )
     about = results.about(options, name)
     print(f"{__main__.described(about)}\n\n{__main__.HEAD}", flush=True)
     measured: list[Record] = []

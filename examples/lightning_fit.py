@@ -55,8 +55,15 @@ if __name__ == "__main__":
     pl.seed_everything(0)
     checkpoints = MemstoreCallback(args.job, config=memstore.Config(store=args.store))
     trainer = pl.Trainer(
-        max_steps=args.steps, max_epochs=-1, accelerator="auto", devices=args.devices, callbacks=[checkpoints],
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        max_steps=args.steps,
+        max_epochs=-1,
+        accelerator="auto",
+        devices=args.devices,
+        callbacks=[checkpoints],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.fit(Autoencoder())
     print(f"rank {trainer.global_rank}: first step {(checkpoints.restored_step or 0) + 1}")

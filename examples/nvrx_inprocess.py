@@ -34,9 +34,10 @@ GROUPS = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 @nvrx.Wrapper(
     rank_assignment=nvrx.Compose(MaxActiveWorldSize(ARGS.ranks), FillGaps()),
-    monitor_thread_interval=timedelta(seconds=0.1), monitor_process_interval=timedelta(seconds=0.1),
+    monitor_thread_interval=timedelta(seconds=0.1),
+    monitor_process_interval=timedelta(seconds=0.1),
     last_call_wait=timedelta(seconds=0.1),
-)  # fmt: skip
+)
 def train(call: nvrx.CallWrapper | None = None) -> None:
     """What runs on every rank, again in the same process after each loss; NVRx finds its own argument by its class."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # by NVRx

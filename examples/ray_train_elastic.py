@@ -81,8 +81,9 @@ if __name__ == "__main__":
         train,
         train_loop_config=vars(args),
         scaling_config=ScalingConfig(
-            num_workers=(args.min_ranks, args.max_ranks), placement_strategy="SPREAD",
+            num_workers=(args.min_ranks, args.max_ranks),
+            placement_strategy="SPREAD",
             elastic_resize_monitor_interval_s=args.look_every_s,
         ),
         run_config=RunConfig(failure_config=FailureConfig(max_failures=5)),
-    ).fit()  # fmt: skip
+    ).fit()

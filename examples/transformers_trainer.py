@@ -40,13 +40,20 @@ if __name__ == "__main__":
         trainer = Trainer(
             GPT2LMHeadModel(config),
             TrainingArguments(
-                output_dir, max_steps=args.steps, per_device_train_batch_size=8, learning_rate=0.01, logging_steps=1,
+                output_dir,
+                max_steps=args.steps,
+                per_device_train_batch_size=8,
+                learning_rate=0.01,
+                logging_steps=1,
                 lr_scheduler_type="constant",
-                save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+                use_cpu=not torch.cuda.is_available(),
             ),
             train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
             callbacks=[callback, Print()],
-        )  # fmt: skip
+        )
         with callback.checkpoint_folder(trainer) as folder:  # None on a job without history
             trainer.train(resume_from_checkpoint=folder)
             first = callback.restored_step + 1 if callback.restored_step is not None else 1

@@ -205,8 +205,9 @@ def _interfaces(value: Any) -> str | tuple[str, ...] | None:
     if not isinstance(names, (list, tuple)) or not names or not all(isinstance(each, str) and each for each in names):
         raise ConfigError(
             f"interface={shown} must be a name, a network such as 10.20.0.0/16, an address, or several of "
-            "these in a list", field="interface",
-        )  # fmt: skip
+            "these in a list",
+            field="interface",
+        )
     if len({*names}) < len(names):
         raise ConfigError(f"interface={shown} names one of them twice", field="interface")
     return names[0] if len(names) == 1 else tuple(names)
@@ -255,8 +256,10 @@ def _check_number(name: str, value: object, low: float, high: float) -> int | fl
         return int(plain) if is_whole else plain
     raise ConfigError(
         f"{name}={value!r} is out of range: it must be a {'whole ' if is_whole else ''}number from {_bound(low)} to "
-        f"{_bound(high)}", field=name, value=value,
-    )  # fmt: skip
+        f"{_bound(high)}",
+        field=name,
+        value=value,
+    )
 
 
 def _check_detect(value: object) -> str | float:
@@ -268,8 +271,10 @@ def _check_detect(value: object) -> str | float:
         return plain
     raise ConfigError(
         f"detect={value!r} is not understood: use {', '.join(map(repr, DETECT_S))}, or a number of seconds from 0.1 to "
-        "3600, the silence after which a host is dead", field="detect", value=value,
-    )  # fmt: skip
+        "3600, the silence after which a host is dead",
+        field="detect",
+        value=value,
+    )
 
 
 def _check_durable(place: object, compression: object, key_file: object) -> None:
@@ -284,8 +289,11 @@ def _check_durable(place: object, compression: object, key_file: object) -> None
     if place is not None and not is_url:
         _check_path("durable", place)
     if compression not in ("none", "auto"):
-        raise ConfigError(f"durable_compression={compression!r} is unknown: use none or auto",
-                          field="durable_compression", value=compression)  # fmt: skip
+        raise ConfigError(
+            f"durable_compression={compression!r} is unknown: use none or auto",
+            field="durable_compression",
+            value=compression,
+        )
     if key_file is not None:
         _check_path("durable_key_file", key_file)
     for field, value, package, is_needed in (

@@ -51,8 +51,9 @@ def parse_put_every(value: object) -> Every:
     raise ConfigError(
         f'put_every={value!r} is not understood: use "step", a number of steps up to {STEPS_MAX}, a time such as "30s" '
         'or "5min", a share of the training time such as "2%", or "auto"',
-        field="put_every", value=value,
-    )  # fmt: skip
+        field="put_every",
+        value=value,
+    )
 
 
 def parse_every(value: str | int | None) -> Every:

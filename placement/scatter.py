@@ -75,11 +75,14 @@ def _shuffled(topology: Topology, replicas: int, strategy: Strategy, seed: str) 
     }
     hosts = [
         Host(
-            alias[host.host_id], {level: names[host.labels.get(level, "")] for level, names in levels.items()},
-            machine[host.machine], host.is_explicit, host.capacity_bytes,
+            alias[host.host_id],
+            {level: names[host.labels.get(level, "")] for level, names in levels.items()},
+            machine[host.machine],
+            host.is_explicit,
+            host.capacity_bytes,
         )
         for host in known
-    ]  # fmt: skip
+    ]
     name = {other: host for host, other in alias.items()}
     placed = place(Topology.of(hosts, topology.failure_domains), replicas=replicas, strategy=strategy)
     found = {name[owner]: tuple(name[target] for target in held) for owner, held in placed.targets.items()}

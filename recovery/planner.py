@@ -138,9 +138,12 @@ def _late_hosts(evidence: Evidence, verdict: Rejected, silent_hosts: frozenset[s
 
 
 def _chosen(
-    whole: Whole, world_size: int, rank_hosts: Mapping[int, str], rejected: tuple[Rejected, ...],
+    whole: Whole,
+    world_size: int,
+    rank_hosts: Mapping[int, str],
+    rejected: tuple[Rejected, ...],
     gone: tuple[StepId, ...],
-) -> RecoveryPlan:  # fmt: skip
+) -> RecoveryPlan:
     transfers: tuple[Transfer, ...] = ()
     moved: tuple[int, ...] = ()
     moved_bytes = 0

@@ -213,9 +213,7 @@ def rig_links() -> set[str]:
     return {f"link {name}" for name in os.listdir("/sys/class/net") if name.startswith(f"ms-{os.getpid()}-")}
 
 
-_CHECKS: tuple[Callable[[], set[str]], ...] = (
-    live_children, listening_sockets, store_folders, busy_threads, rig_links
-)  # fmt: skip
+_CHECKS: tuple[Callable[[], set[str]], ...] = (live_children, listening_sockets, store_folders, busy_threads, rig_links)
 
 
 def left_behind(before: set[str], settle_s: float = SETTLE_S) -> set[str]:

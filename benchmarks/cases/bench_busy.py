@@ -48,9 +48,10 @@ def measure(options: Options, way: Way) -> Record:
     done = subprocess.run(command, stdout=subprocess.PIPE, start_new_session=True, check=True, timeout=900)
     rounds = [Round(*each) for each in json.loads(done.stdout.splitlines()[-1])]
     record = Record(
-        f"busy cores, {way.name}", RANKS * options.nbytes,
+        f"busy cores, {way.name}",
+        RANKS * options.nbytes,
         {"put to committed, idle": [r.idle_s for r in rounds], "put to committed, busy": [r.busy_s for r in rounds]},
-    )  # fmt: skip
+    )
     is_promised = way != TORCHRUN  # what the system forbids, status names
     busy = targets.BUSY if is_promised else None
     record.ratio("busy / idle", "put to committed, busy", "put to committed, idle", busy)

@@ -55,7 +55,4 @@ def one(workers: RankWorkers, step: int) -> tuple[float, float]:
     """Return the seconds from the last seal to the last commit, and from the first put to it."""
     marks = workers.ask("put", step)
     committed_s = max(mark["committed"] for mark in marks)
-    return (
-        committed_s - max(mark["replicated"] for mark in marks),
-        committed_s - min(mark["begun"] for mark in marks),
-    )
+    return (committed_s - max(mark["replicated"] for mark in marks), committed_s - min(mark["begun"] for mark in marks))

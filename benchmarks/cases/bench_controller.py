@@ -111,10 +111,18 @@ def call(rig: Rig, verb: str, body: dict[str, Any]) -> None:
 def connect(rig: Rig) -> None:
     """All ranks join a launch of their own."""
     launch = rig.fleet.launch = rig.fleet.launch + 1
-    call(rig, "join", {
-        "world_size": rig.fleet.world_size, "key": f"k{launch}", "launcher": f"l{launch}", "fresh": False,
-        "takeover": True, "config": Config(replicas=2).job_fields(),
-    })  # fmt: skip
+    call(
+        rig,
+        "join",
+        {
+            "world_size": rig.fleet.world_size,
+            "key": f"k{launch}",
+            "launcher": f"l{launch}",
+            "fresh": False,
+            "takeover": True,
+            "config": Config(replicas=2).job_fields(),
+        },
+    )
     rig.fleet.attempt += 1
 
 

@@ -143,9 +143,13 @@ class Faults:
 
 
 FAULTS = {
-    "kill host": Faults.kill_host, "kill holder": Faults.kill_holder, "cut link": Faults.cut_link,
-    "cut one way": Faults.cut_one_way, "slow link": Faults.slow_link, "kill controller": Faults.kill_controller,
-}  # fmt: skip
+    "kill host": Faults.kill_host,
+    "kill holder": Faults.kill_holder,
+    "cut link": Faults.cut_link,
+    "cut one way": Faults.cut_one_way,
+    "slow link": Faults.slow_link,
+    "kill controller": Faults.kill_controller,
+}
 
 
 def measure(repetitions: int, names: Sequence[str]) -> dict[str, list[tuple[float | None, float]]]:
@@ -173,8 +177,10 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
     if not values:
         return None
     rising = sorted(values)
-    return {name: round(rising[math.ceil(share * len(rising)) - 1], 3)
-            for name, share in (("p50", 0.5), ("p90", 0.9), ("max", 1.0))}  # fmt: skip
+    return {
+        name: round(rising[math.ceil(share * len(rising)) - 1], 3)
+        for name, share in (("p50", 0.5), ("p90", 0.9), ("max", 1.0))
+    }
 
 
 def row(name: str, result: dict[str, Any]) -> str:
@@ -204,8 +210,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             "recovered": percentiles([recovered for _, recovered in pairs]),
             "values": pairs,
         }
-    record = {**about, "load_after": round(os.getloadavg()[0], 2), "faults": results,
-              "ended": datetime.now(timezone.utc).isoformat(timespec="seconds")}  # fmt: skip
+    record = {
+        **about,
+        "load_after": round(os.getloadavg()[0], 2),
+        "faults": results,
+        "ended": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
     print("\n".join([HEAD, *(row(name, result) for name, result in results.items())]))
     if chosen.out is not None:
         chosen.out.mkdir(parents=True, exist_ok=True)

@@ -66,8 +66,8 @@ def _fresh_process(options: Options, is_prepared: bool) -> tuple[float, Times]:
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
         child = context.Process(
-            target=_rank, args=(there, cluster.config, options.nbytes, is_prepared, rig.pids_of(cluster)),
-        )  # fmt: skip
+            target=_rank, args=(there, cluster.config, options.nbytes, is_prepared, rig.pids_of(cluster))
+        )
         child.start()
         there.close()
         try:

@@ -85,9 +85,21 @@ def _sampled(path: Path, pids: list[int]) -> Iterator[None]:
     os.mkfifo(orders)
     os.mkfifo(answers)
     command = [
-        "perf", "record", "-q", "-e", "cpu-clock", "-c", str(round(PERIOD_S * 1e9)), "-o", str(path),
-        "-p", ",".join(map(str, pids)), "-D", "-1", f"--control=fifo:{orders},{answers}",
-    ]  # fmt: skip
+        "perf",
+        "record",
+        "-q",
+        "-e",
+        "cpu-clock",
+        "-c",
+        str(round(PERIOD_S * 1e9)),
+        "-o",
+        str(path),
+        "-p",
+        ",".join(map(str, pids)),
+        "-D",
+        "-1",
+        f"--control=fifo:{orders},{answers}",
+    ]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as perf:
         try:
             with orders.open("w") as order, answers.open() as answer:

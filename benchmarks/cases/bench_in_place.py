@@ -64,8 +64,10 @@ BLOCKS, BLOCK = 125, 4  # of steps, by turns: in longer ones the machine's pace 
 WAIT_S = 180.0
 GPU_PART = 0.2  # of the GPU, for each rank and each spare: a host has one at most
 ENVIRONMENT = {
-    "RAY_TRAIN_V2_ENABLED": "1", "RAY_TRAIN_METRICS_ENABLED": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-}  # fmt: skip
+    "RAY_TRAIN_V2_ENABLED": "1",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+}
 
 
 class TrainingEnded(RuntimeError):
@@ -128,14 +130,17 @@ class Job:
             },
             torch_config=torch_config,
             scaling_config=ScalingConfig(
-                num_workers=RANKS, placement_strategy="SPREAD", use_gpu=self.device != "cpu",
+                num_workers=RANKS,
+                placement_strategy="SPREAD",
+                use_gpu=self.device != "cpu",
                 resources_per_worker={"CPU": 1} if self.device == "cpu" else {"CPU": 1, "GPU": GPU_PART},
             ),
             run_config=RunConfig(
-                name=self.name, storage_path=str(self.folder / "ray"),
+                name=self.name,
+                storage_path=str(self.folder / "ray"),
                 failure_config=FailureConfig(max_failures=2 * kills + 1),
             ),
-        )  # fmt: skip
+        )
         self.ranks_count = RANKS
         self.run: Future[object] = self.thread.submit(trainer.fit)
         self.train(2)
@@ -392,9 +397,14 @@ def _of(setup: str, fault: str, contenders: Sequence[str]) -> list[str]:
 
 
 def race(
-    site: EmbeddedSite, folder: Path, setup: str, fault: str, contenders: Sequence[str], plan: Plan,
+    site: EmbeddedSite,
+    folder: Path,
+    setup: str,
+    fault: str,
+    contenders: Sequence[str],
+    plan: Plan,
     expected: Sequence[StepDone],
-) -> Record:  # fmt: skip
+) -> Record:
     """Play one fault for every contender."""
     record = Record(f"{SETUPS[setup]}{'' if plan.device == 'cpu' else ' on a GPU'}: {fault}", 0, {})
     for contender in contenders:

@@ -76,8 +76,8 @@ def run(options: Options) -> list[Record]:
     labels = {host: {"rack": f"r-{host}", "memstore": "replica"} for host in (rig.NEAR, rig.FAR, SPARE)}
     with tempfile.TemporaryDirectory() as folder:
         cluster = ProcessCluster(
-            Path(folder), labels, arena_bytes=8 * nbytes + 64 * MIB, chunk_bytes=options.chunk_bytes, replicas=2,
-        )  # fmt: skip
+            Path(folder), labels, arena_bytes=8 * nbytes + 64 * MIB, chunk_bytes=options.chunk_bytes, replicas=2
+        )
         with cluster:
             sampler = Sampler(cluster)
             try:

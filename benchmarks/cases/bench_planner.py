@@ -51,9 +51,11 @@ def measure(sizes: tuple[int, ...], lost_count: int, options: Options) -> Record
     small, large = sizes[0], sizes[-1]
     for what in ("", ", whole pairs"):
         record.figure(
-            f"{large:,} hosts, {lost_count} lost{what}", seconds[f"{large:,} hosts{what}"], "s",
+            f"{large:,} hosts, {lost_count} lost{what}",
+            seconds[f"{large:,} hosts{what}"],
+            "s",
             None if what else targets.PLANNER,
-        )  # fmt: skip
+        )
     record.figure(f"peak memory per host, {large:,} hosts", [peaks[large]], "bytes")
     growth = [peaks[large] / peaks[small]]
     record.figure(f"peak memory per host, {large:,} / {small:,} hosts", growth, "", targets.PLANNER_MEMORY)

@@ -72,7 +72,10 @@ def _cluster(stack: contextlib.ExitStack, net: NamespaceRig, options: Options, n
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     label = {"memstore": "replica"}
     return ProcessCluster(
-        Path(folder), {OWNER: {"rack": "r1", **label}, OTHER: {"rack": "r2", **label}, FAR: {"rack": "r3"}},
-        arena_bytes=8 * nbytes + 64 * MIB, chunk_bytes=min(options.chunk_bytes, nbytes // 16), rig=net,
+        Path(folder),
+        {OWNER: {"rack": "r1", **label}, OTHER: {"rack": "r2", **label}, FAR: {"rack": "r3"}},
+        arena_bytes=8 * nbytes + 64 * MIB,
+        chunk_bytes=min(options.chunk_bytes, nbytes // 16),
+        rig=net,
         detect="normal",
-    )  # fmt: skip
+    )

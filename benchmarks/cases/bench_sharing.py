@@ -131,22 +131,34 @@ def _training(case: Case) -> Iterator[Training]:
         for number, (name, fields) in enumerate(settings.items()):
             clusters[name] = stack.enter_context(
                 ProcessCluster(
-                    folder / str(number), HOSTS, rig=net, arena_bytes=6 * case.nbytes + 64 * MIB, chunk_bytes=4 * MIB,
-                    detect="normal", **fields,
+                    folder / str(number),
+                    HOSTS,
+                    rig=net,
+                    arena_bytes=6 * case.nbytes + 64 * MIB,
+                    chunk_bytes=4 * MIB,
+                    detect="normal",
+                    **fields,
                 )
-            )  # fmt: skip
+            )
         ranks = []
         for number, host in enumerate(HOSTS):
             spec = {
-                "rank": number, "world": len(HOSTS), "meeting": str(folder / "meeting"), "spans_s": case.spans_s,
-                "reduce_bytes": case.reduce_bytes, "nbytes": case.nbytes, "is_on_processor": False,
+                "rank": number,
+                "world": len(HOSTS),
+                "meeting": str(folder / "meeting"),
+                "spans_s": case.spans_s,
+                "reduce_bytes": case.reduce_bytes,
+                "nbytes": case.nbytes,
+                "is_on_processor": False,
                 "stores": {name: cluster.config.store_fields() for name, cluster in clusters.items()},
-            }  # fmt: skip
+            }
             argv = [*net.prefix(host), "env", f"MEMSTORE_HOST={host}", "GLOO_SOCKET_IFNAME=eth0"]
             rank = subprocess.Popen(
-                [*argv, sys.executable, "-m", "benchmarks.rigs.sharing_rank"], text=True, stdin=subprocess.PIPE,
+                [*argv, sys.executable, "-m", "benchmarks.rigs.sharing_rank"],
+                text=True,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-            )  # fmt: skip
+            )
             stack.callback(_end, rank)
             ranks.append(rank)
             if rank.stdin is not None:

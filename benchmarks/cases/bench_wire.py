@@ -18,9 +18,12 @@ from benchmarks.rigs import gpt_tensors, rig
 TENTH = 10
 SCATTER_ELEMENTS = 16384  # 64 KiB of float32
 ALL, NONE, RUN, LAYERS, SCATTERED = (
-    "all bytes changed", "nothing changed", "10 % changed, one run", "10 % changed, in parameters and both moments",
+    "all bytes changed",
+    "nothing changed",
+    "10 % changed, one run",
+    "10 % changed, in parameters and both moments",
     "10 % changed, every tenth 64 KiB",
-)  # fmt: skip
+)
 
 
 def run(options: Options) -> list[Record]:
@@ -33,9 +36,12 @@ def again(options: Options) -> Record:
     state = gpt_tensors.gpt_state(options.nbytes)
     nbytes = gpt_tensors.total_nbytes(state)
     cases: dict[str, Callable[[Any, int], None]] = {
-        ALL: lambda state, _: gpt_tensors.touch(state), NONE: lambda state, _: None, RUN: change_run,
-        LAYERS: change_layers, SCATTERED: change_scattered,
-    }  # fmt: skip
+        ALL: lambda state, _: gpt_tensors.touch(state),
+        NONE: lambda state, _: None,
+        RUN: change_run,
+        LAYERS: change_layers,
+        SCATTERED: change_scattered,
+    }
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     cpu_seconds: dict[str, list[float]] = {name: [] for name in cases}
     percent: dict[str, list[float]] = {name: [] for name in cases}

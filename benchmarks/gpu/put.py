@@ -23,8 +23,13 @@ from memstore.client.ticket import Ticket
 COPIES = 2
 WAIT_S = 120.0
 COPY, PEAK, STEP, PUT, PLAIN, OVERLAPPED = (
-    "pinned copy", "pinned peak", "step", "put", "step, plain put", "step, overlapped put",
-)  # fmt: skip
+    "pinned copy",
+    "pinned peak",
+    "step",
+    "put",
+    "step, plain put",
+    "step, overlapped put",
+)
 
 
 def measure(device: torch.device, size: Size) -> Record:
@@ -33,10 +38,13 @@ def measure(device: torch.device, size: Size) -> Record:
     with gpu_training.store_of_one_host(size.options) as (store, pids):
         race = PutRace(training, store, pids)
         contenders = {
-            COPY: lambda _: race.copy(), PEAK: lambda _: race.peak(), PUT: lambda _: race.put_alone(),
-            STEP: lambda _: race.step(""), PLAIN: lambda _: race.step(PLAIN),
+            COPY: lambda _: race.copy(),
+            PEAK: lambda _: race.peak(),
+            PUT: lambda _: race.put_alone(),
+            STEP: lambda _: race.step(""),
+            PLAIN: lambda _: race.step(PLAIN),
             OVERLAPPED: lambda _: race.step(OVERLAPPED),
-        }  # fmt: skip
+        }
         rounds = interleave(contenders, size.options, lambda _: None)
     seconds = rounds.seconds
     record = Record("gpu put", race.nbytes, seconds, cpu_seconds=rounds.cpu_seconds)

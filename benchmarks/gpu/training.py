@@ -147,9 +147,14 @@ def store_of_one_host(options: Options) -> Iterator[tuple[Store, list[int]]]:
     """Yield the store of the only rank, and the store's processes; one copy is kept, on this host."""
     with tempfile.TemporaryDirectory() as folder:
         cluster = ProcessCluster(
-            Path(folder), {rig.NEAR: {}}, arena_bytes=int(VERSIONS * options.nbytes) + 128 * MIB,
-            chunk_bytes=options.chunk_bytes, replicas=1, stall_budget_s=60.0, connect_timeout_s=300.0,
-        )  # fmt: skip
+            Path(folder),
+            {rig.NEAR: {}},
+            arena_bytes=int(VERSIONS * options.nbytes) + 128 * MIB,
+            chunk_bytes=options.chunk_bytes,
+            replicas=1,
+            stall_budget_s=60.0,
+            connect_timeout_s=300.0,
+        )
         with cluster, rig.rank_at(rig.NEAR, rig.JOB, cluster.config) as store:
             yield store, rig.pids_of(cluster)
 

@@ -45,9 +45,14 @@ class Child:
         self._shared_pids = places["options"].get("pids", []) if rank == 0 else []  # of all ranks: counted once
         module, _, kind = CONTESTANTS[name].partition(":")
         task = Task(
-            self._state, RANKS_APART * (1 - 2 * rank), rank, world_size, Path(places["memory"]), Path(places["disk"]),
+            self._state,
+            RANKS_APART * (1 - 2 * rank),
+            rank,
+            world_size,
+            Path(places["memory"]),
+            Path(places["disk"]),
             places["options"],
-        )  # fmt: skip
+        )
         self._contestant = getattr(importlib.import_module(f"benchmarks.peers.{module}"), kind)(task)
         return {"nbytes": gpt_tensors.total_nbytes(self._state)}
 

@@ -64,18 +64,40 @@ class Team:
         port = _free_port()
         for rank in range(self._ranks):
             environment = {
-                **os.environ, "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                "RANK": str(rank), "WORLD_SIZE": str(self._ranks), "GLOO_SOCKET_IFNAME": "lo",
-            }  # fmt: skip
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(self._ranks),
+                "GLOO_SOCKET_IFNAME": "lo",
+            }
             child = subprocess.Popen(
-                [str(python), "-m", "benchmarks.peers.child"], cwd=memory, env=environment, bufsize=0,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log(), start_new_session=True,
-            )  # fmt: skip
+                [str(python), "-m", "benchmarks.peers.child"],
+                cwd=memory,
+                env=environment,
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log(),
+                start_new_session=True,
+            )
             self._children.append(child)
         answers = self._ask_all(
-            [{"do": "prepare", "name": self.name, "nbytes": nbytes, "rank": rank, "world_size": self._ranks,
-              "memory": memory, "disk": disk, "options": options} for rank in range(self._ranks)]
-        )  # fmt: skip
+            [
+                {
+                    "do": "prepare",
+                    "name": self.name,
+                    "nbytes": nbytes,
+                    "rank": rank,
+                    "world_size": self._ranks,
+                    "memory": memory,
+                    "disk": disk,
+                    "options": options,
+                }
+                for rank in range(self._ranks)
+            ]
+        )
         self.nbytes = answers[0]["nbytes"]
 
     def _log(self) -> Any:
@@ -124,8 +146,10 @@ class Team:
                 with contextlib.suppress(BrokenPipeError):  # the answer says what happened
                     child.stdin.write(json.dumps(command).encode() + b"\n")
         deadline_s = time.monotonic() + limit_s
-        answers = [self._answer(child, command["do"], deadline_s)
-                   for child, command in zip(self._children, commands, strict=True)]  # fmt: skip
+        answers = [
+            self._answer(child, command["do"], deadline_s)
+            for child, command in zip(self._children, commands, strict=True)
+        ]
         for answer in answers:
             if "error" in answer:
                 raise PeerFailed(str(answer["error"]))

@@ -36,10 +36,14 @@ class MooncakeStore(Contestant):
         self._processes = [
             _started(programs / "mooncake_master", f"-rpc_port={master}", f"-metrics_port={_free_ports(1)[0]}"),
             _started(
-                programs / "mooncake_client", "-host=127.0.0.1", f"-port={other}", "-metadata_server=P2PHANDSHAKE",
-                f"-master_server_address=127.0.0.1:{master}", f"-global_segment_size={nbytes}",
+                programs / "mooncake_client",
+                "-host=127.0.0.1",
+                f"-port={other}",
+                "-metadata_server=P2PHANDSHAKE",
+                f"-master_server_address=127.0.0.1:{master}",
+                f"-global_segment_size={nbytes}",
             ),
-        ]  # fmt: skip
+        ]
         self._store = MooncakeDistributedStore()
         deadline_s = time.monotonic() + START_S
         while status := self._store.setup(

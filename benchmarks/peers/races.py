@@ -262,9 +262,13 @@ def _records(name: str, race: Race, nbytes: int, took: dict[str, Rounds], absent
     records = []
     for shown in race.shows:
         record = Record(
-            f"{name}: {shown}", nbytes, took[shown].seconds, absent=absent, notes=list(race.notes),
+            f"{name}: {shown}",
+            nbytes,
+            took[shown].seconds,
+            absent=absent,
+            notes=list(race.notes),
             cpu_seconds=took[shown].cpu_seconds,
-        )  # fmt: skip
+        )
         for where, what, over, under, target in race.promises:
             there = [label for label in under if label in record.seconds]
             if where == shown and there:

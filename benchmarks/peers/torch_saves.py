@@ -57,9 +57,11 @@ class TorchSaves(Contestant):
         kind, _, kept = how.partition(" ")
         started = now()
         saved: Any = async_save(
-            self._task.state, checkpoint_id=path, async_checkpointer_type=KINDS[kind],
+            self._task.state,
+            checkpoint_id=path,
+            async_checkpointer_type=KINDS[kind],
             async_stager=self._stager(kind) if kept else None,
-        )  # fmt: skip
+        )
         if not hasattr(saved, "result"):  # AsyncSaveResponse: training goes on once the staging is through
             saved.staging_completion.result()
             saved = saved.upload_completion

@@ -168,9 +168,14 @@ class Record:
         self.ratios.append(Ratio(name, [a / b for a, b in pairs], target))
 
     def figure(
-        self, name: str, values: list[float], unit: str, target: tuple[float, str] | Target | None = None,
-        *, judged_by: str = "median",
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        values: list[float],
+        unit: str,
+        target: tuple[float, str] | Target | None = None,
+        *,
+        judged_by: str = "median",
+    ) -> None:
         """Add a figure that is not a ratio: seconds that are no contender's, bytes, percent, a count."""
         self.ratios.append(Ratio(name, values, target, unit, judged_by))
 

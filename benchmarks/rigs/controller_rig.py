@@ -30,14 +30,7 @@ from memstore.core.wire.codec import encode, encode_frame
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.ids import Endpoint, WireCopy, WireShard, WireSpec
 from memstore.core.wire.messages import Action, AnswerCall, LeaseRenewed, LogLine, SendOrder
-from memstore.core.wire.orders import (
-    DropJob,
-    Fence,
-    FreeCopies,
-    PushTargets,
-    Reserve,
-    WriteJournal,
-)
+from memstore.core.wire.orders import DropJob, Fence, FreeCopies, PushTargets, Reserve, WriteJournal
 from memstore.core.wire.reports import (
     FactsWritten,
     Fenced,
@@ -128,10 +121,16 @@ class Fleet:
         return HostInventory(
             incarnation=host.incarnation,
             endpoints=(Endpoint(f"10.{host.number >> 16}.{host.number >> 8 & 255}.{host.number & 255}", 7000),),
-            machine=f"machine-{host.name}", is_explicit=False, labels={"rack": f"rack-{host.number // 32}"},
-            limit_bytes=1 << 40, copies=tuple(host.copies.values()), journal=tuple(self.journal), ranks=(), up_s=0.0,
+            machine=f"machine-{host.name}",
+            is_explicit=False,
+            labels={"rack": f"rack-{host.number // 32}"},
+            limit_bytes=1 << 40,
+            copies=tuple(host.copies.values()),
+            journal=tuple(self.journal),
+            ranks=(),
+            up_s=0.0,
             idle_s=0.0,
-        )  # fmt: skip
+        )
 
     def keep(self, action: SendOrder) -> HolderMessage | None:
         """Obey an order; return the report that answers it, if there is one."""

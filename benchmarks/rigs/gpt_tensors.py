@@ -42,13 +42,19 @@ def _shapes(width: int, layers: int, vocabulary: int) -> Iterator[tuple[str, tup
     yield "wte.weight", (vocabulary, width)
     for layer in range(layers):
         for name, shape in (
-            ("ln_1.weight", (width,)), ("ln_1.bias", (width,)),
-            ("attn.qkv.weight", (3 * width, width)), ("attn.qkv.bias", (3 * width,)),
-            ("attn.proj.weight", (width, width)), ("attn.proj.bias", (width,)),
-            ("ln_2.weight", (width,)), ("ln_2.bias", (width,)),
-            ("mlp.fc.weight", (4 * width, width)), ("mlp.fc.bias", (4 * width,)),
-            ("mlp.proj.weight", (width, 4 * width)), ("mlp.proj.bias", (width,)),
-        ):  # fmt: skip
+            ("ln_1.weight", (width,)),
+            ("ln_1.bias", (width,)),
+            ("attn.qkv.weight", (3 * width, width)),
+            ("attn.qkv.bias", (3 * width,)),
+            ("attn.proj.weight", (width, width)),
+            ("attn.proj.bias", (width,)),
+            ("ln_2.weight", (width,)),
+            ("ln_2.bias", (width,)),
+            ("mlp.fc.weight", (4 * width, width)),
+            ("mlp.fc.bias", (4 * width,)),
+            ("mlp.proj.weight", (width, 4 * width)),
+            ("mlp.proj.bias", (width,)),
+        ):
             yield f"h.{layer}.{name}", shape
     yield "ln_f.weight", (width,)
 

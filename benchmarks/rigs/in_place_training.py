@@ -154,9 +154,7 @@ def train(here: Announced, settings: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     entered_s, rank, setup = time.monotonic(), dist.get_rank(), s.setup
     copies = 2 if setup == TENSOR else 1  # ranks with the same data
-    order = SampleOrder(
-        SAMPLES, global_batch=GLOBAL_BATCH, rank=rank // copies, world_size=RANKS // copies, seed=7
-    )  # fmt: skip
+    order = SampleOrder(SAMPLES, global_batch=GLOBAL_BATCH, rank=rank // copies, world_size=RANKS // copies, seed=7)
     shard = (0, 1) if setup == DDP else (None, None)
     gate, path = Gate(s.folder), Path(s.folder, f"{rank}-{os.getpid()}.steps")
     store = memstore.connect(s.job, config=s.config, shard_rank=shard[0], shard_count=shard[1])

@@ -42,9 +42,13 @@ def ranks_on_hosts(
     with tempfile.TemporaryDirectory() as folder:
         # (replicas x (keep_steps + 1) + 1) x the bytes of a rank, and what a put of this size rounds up to
         cluster = ProcessCluster(
-            Path(folder), hosts, arena_bytes=int(5.5 * nbytes) + 64 * MIB, chunk_bytes=options.chunk_bytes,
-            detect="normal", replicas=2,
-        )  # fmt: skip
+            Path(folder),
+            hosts,
+            arena_bytes=int(5.5 * nbytes) + 64 * MIB,
+            chunk_bytes=options.chunk_bytes,
+            detect="normal",
+            replicas=2,
+        )
         cluster.niceness = niceness
         with cluster, RankWorkers(cluster.config, list(hosts), make_state, shards=shards) as workers:
             yield cluster, workers
@@ -61,7 +65,7 @@ class RankWorkers:
 
     def __init__(
         self, config: Config, hosts: Sequence[str], make_state: Callable[[int], Any], *, shards: int | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
@@ -113,9 +117,14 @@ class RankWorkers:
 
 
 def serve(
-    pipe: Connection, config: Config, rank: int, world_size: int, host: str, make_state: Callable[[], Any],
+    pipe: Connection,
+    config: Config,
+    rank: int,
+    world_size: int,
+    host: str,
+    make_state: Callable[[], Any],
     shards: int | None,
-) -> None:  # fmt: skip
+) -> None:
     """Be one rank until ordered to stop."""
     os.environ["MEMSTORE_HOST"] = host
     state = make_state()

@@ -46,10 +46,13 @@ def two_hosts(
     labels = {"memstore": "replica"}
     with tempfile.TemporaryDirectory() as folder:
         cluster = TwoHosts(
-            Path(folder), {NEAR: {"rack": "r1", **labels}, FAR: {"rack": "r2", **labels}},
-            arena_bytes=int(versions * options.nbytes) + 64 * MIB, chunk_bytes=options.chunk_bytes,
-            detect="normal", replicas=replicas,
-        )  # fmt: skip
+            Path(folder),
+            {NEAR: {"rack": "r1", **labels}, FAR: {"rack": "r2", **labels}},
+            arena_bytes=int(versions * options.nbytes) + 64 * MIB,
+            chunk_bytes=options.chunk_bytes,
+            detect="normal",
+            replicas=replicas,
+        )
         cluster.niceness = 0
         cluster.cores = cores
         with cluster:

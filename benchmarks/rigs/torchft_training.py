@@ -52,10 +52,16 @@ def train_replica(here: Announced, settings: dict[str, Any]) -> None:
 
     group = torchft.ProcessGroupGloo(timeout=GROUP_S)
     manager = torchft.Manager(
-        pg=group, min_replica_size=1, load_state_dict=load, timeout=QUORUM_S, world_size=1, rank=0,
-        state_dict=lambda: {"model": bare.state_dict(), "optimizer": adam.state_dict()}, replica_id=f"rank-{rank}",
+        pg=group,
+        min_replica_size=1,
+        load_state_dict=load,
+        timeout=QUORUM_S,
+        world_size=1,
+        rank=0,
+        state_dict=lambda: {"model": bare.state_dict(), "optimizer": adam.state_dict()},
+        replica_id=f"rank-{rank}",
         checkpoint_transport=PGTransport(group, timeout=GROUP_S, device=torch.device("cpu")),
-    )  # fmt: skip
+    )
     model, optimizer = torchft.DistributedDataParallel(manager, bare), torchft.Optimizer(manager, adam)
     order = SampleOrder(SAMPLES, global_batch=GLOBAL_BATCH, rank=rank, world_size=RANKS, seed=7)
     data, gate = iter(DataLoader(Values(), batch_sampler=order)), Gate(s.folder)
@@ -69,9 +75,15 @@ def train_replica(here: Announced, settings: dict[str, Any]) -> None:
             optimizer.step()
             if manager.current_step() > before:  # else it is not counted, because a replica was lost in it
                 done = StepDone(
-                    rank, os.getpid(), entered_s, time.monotonic(), time.process_time(), manager.current_step() - 1,
-                    float(loss).hex(), tuple(indices.tolist()),
-                )  # fmt: skip
+                    rank,
+                    os.getpid(),
+                    entered_s,
+                    time.monotonic(),
+                    time.process_time(),
+                    manager.current_step() - 1,
+                    float(loss).hex(),
+                    tuple(indices.tolist()),
+                )
                 file.write(msgspec.json.encode(done) + b"\n")
             time.sleep(PAUSE_S)
     manager.shutdown()

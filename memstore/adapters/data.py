@@ -44,9 +44,16 @@ class SampleOrder(Sampler[list[int]]):
     """
 
     def __init__(
-        self, length: int, *, global_batch: int, rank: int, world_size: int, seed: int = 0, shuffle: bool = True,
+        self,
+        length: int,
+        *,
+        global_batch: int,
+        rank: int,
+        world_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
         drop_last: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.length, self.global_batch = check_whole("length", length, low=1), check_whole("global_batch", global_batch)
         self.rank, self.world_size = check_whole("rank", rank), check_whole("world_size", world_size, low=rank + 1)
         self.seed, self.shuffle, self.drop_last = check_whole("seed", seed), shuffle, drop_last

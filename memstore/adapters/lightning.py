@@ -40,9 +40,14 @@ class MemstoreCallback(Callback):
     """
 
     def __init__(
-        self, job: str, *, every_n_steps: int = 1, config: Config | None = None, shard_rank: int | None = None,
+        self,
+        job: str,
+        *,
+        every_n_steps: int = 1,
+        config: Config | None = None,
+        shard_rank: int | None = None,
         shard_count: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.job, self.every_n_steps, self.config = job, every_n_steps, config
         self.shard, self.shards = shard_rank, shard_count
         self.store: Store | None = None
@@ -67,9 +72,13 @@ class MemstoreCallback(Callback):
         if shard_rank is None and holds_equal_models(trainer.strategy):
             shard_rank, shard_count = 0, 1
         self.store = connect(
-            self.job, rank=trainer.global_rank, world_size=trainer.world_size, config=self.config,
-            shard_rank=shard_rank, shard_count=shard_count,
-        )  # fmt: skip
+            self.job,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            config=self.config,
+            shard_rank=shard_rank,
+            shard_count=shard_count,
+        )
         model = trainer.strategy.model if trainer.strategy.model is not None else pl_module
         self._trainer_state = TrainerState(trainer)
         optimizers = {f"optim{number}": each for number, each in enumerate(trainer.optimizers)}
@@ -143,9 +152,11 @@ class TrainerState:
         trainer, module = self._trainer, self._trainer.lightning_module
         weights = module.state_dict()
         hooks: dict[str, Any] = {
-            "epoch": trainer.current_epoch, "global_step": trainer.global_step,
-            "pytorch-lightning_version": lightning.__version__, "state_dict": dict(weights),
-        }  # fmt: skip
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "pytorch-lightning_version": lightning.__version__,
+            "state_dict": dict(weights),
+        }
         trainer.precision_plugin.on_save_checkpoint(hooks)
         for callback in _callbacks(trainer):
             callback.on_save_checkpoint(trainer, module, hooks)

@@ -99,16 +99,22 @@ class Spares:
             self._waiting.clear()
 
     def _create(
-        self, num_workers: int, placement_group: Any, resources_per_worker: dict[str, float],
-        placement_group_bundle_indices: list[int | None] | None = None, **ranks: Any,
-    ) -> list[Any]:  # fmt: skip
+        self,
+        num_workers: int,
+        placement_group: Any,
+        resources_per_worker: dict[str, float],
+        placement_group_bundle_indices: list[int | None] | None = None,
+        **ranks: Any,
+    ) -> list[Any]:
         """Return a spare as the one new worker; without one, or for more workers than one, new workers as Ray does."""
         from ray.train.v2._internal.execution.worker_group.worker import Worker
 
         if num_workers != 1 or placement_group_bundle_indices is None:
-            return list(self._new_workers(
-                num_workers, placement_group, resources_per_worker, placement_group_bundle_indices, **ranks
-            ))  # fmt: skip
+            return list(
+                self._new_workers(
+                    num_workers, placement_group, resources_per_worker, placement_group_bundle_indices, **ranks
+                )
+            )
         rank = ranks["starting_world_rank"]
         taken = self._take(rank)
         (self.ranks.discard if taken is None else self.ranks.add)(rank)
@@ -137,8 +143,10 @@ class Spares:
                     ray.kill(spare.actor)
             log.warning(
                 "memstore: rank %d gets a new worker: no spare is ready (spares=%d, %d not placed yet)",
-                rank, self._count, len(self._waiting),
-            )  # fmt: skip
+                rank,
+                self._count,
+                len(self._waiting),
+            )
         return None
 
     def _make_room(self, rank: int, own: int | None) -> int:
@@ -182,8 +190,9 @@ class Spares:
                 spare.is_reported = True
                 log.warning(
                     "memstore: no host has %s free for a spare since %g s: it waits, and a lost rank gets a new worker",
-                    self._group.get_worker_group_context().resources_per_worker, PLACE_S,
-                )  # fmt: skip
+                    self._group.get_worker_group_context().resources_per_worker,
+                    PLACE_S,
+                )
             return True
         try:
             ray.get(spare.question)
@@ -205,8 +214,9 @@ class Spares:
         bundle, where = self._where()
         options = {
             "runtime_env": group._get_worker_runtime_env(custom_runtime_env=run.run_config.worker_runtime_env),
-            **bundle_to_remote_args(context.resources_per_worker), **where,
-        }  # fmt: skip
+            **bundle_to_remote_args(context.resources_per_worker),
+            **where,
+        }
         actor = ray.remote(**options)(group._worker_cls).remote()
         # What init_train_context is given: its imports are then behind the spare.
         rehearsed = (run, group._storage_context, group._worker_callbacks_to_propagate, *self._rehearsed)
@@ -241,9 +251,10 @@ def spares_of(worker_group: Any, count: int, rehearsed: tuple[Any, ...]) -> Spar
     if not lacking:
         return Spares(worker_group, count, rehearsed)
     log.warning(
-        "memstore: no spares, because Ray %s or the job lacks %s: a lost rank gets a new worker", ray.__version__,
+        "memstore: no spares, because Ray %s or the job lacks %s: a lost rank gets a new worker",
+        ray.__version__,
         ", ".join(lacking),
-    )  # fmt: skip
+    )
     return None
 
 
@@ -389,7 +400,7 @@ NAMES = {
     (f"{GROUPS}.execution_group", "ReplicaGroup", "execute"): "the new one, too",
     (f"{GROUPS}.execution_group", "ReplicaGroup", "get_workers"): "the same",
     ("ray.train.torch.config", "_set_torch_distributed_env_vars", ""): "RANK and its kind",
-}  # fmt: skip
+}
 SPARE_NAMES = {
     (f"{GROUPS}.worker_group", "WorkerGroup", "_assign_worker_ranks"): "gives a spare the lost rank",
     (f"{GROUPS}.worker_group", "WorkerGroup", "_worker_cls"): "a spare is an actor of it",
@@ -405,7 +416,7 @@ SPARE_NAMES = {
     (f"{GROUPS}.worker", "Worker", "placement_group_bundle_index"): "where in it a worker is",
     (f"{GROUPS}.worker", "RayTrainWorker", "execute"): "warms a spare up",
     ("ray.train.v2._internal.util", "bundle_to_remote_args", ""): "a spare's resources",
-}  # fmt: skip
+}
 
 
 # -- ray train ----------------------------------------------------------------------------------------
@@ -491,11 +502,19 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
             is_spare = self.spares is not None and rank in self.spares.ranks
             lives[rank] = server.register(rank, is_spare=is_spare)
         worker_group.execute(
-            come, address=ray.util.get_node_ip_address(), port=server.port, run=server.run, lives=lives,
-            first=server.generation + 1, backend=backend_config.backend, timeout_s=float(backend_config.timeout_s),
-            meet_s=backend_config.meet_s, leave_s=backend_config.leave_s, lifeline_port=server.lifeline_port,
+            come,
+            address=ray.util.get_node_ip_address(),
+            port=server.port,
+            run=server.run,
+            lives=lives,
+            first=server.generation + 1,
+            backend=backend_config.backend,
+            timeout_s=float(backend_config.timeout_s),
+            meet_s=backend_config.meet_s,
+            leave_s=backend_config.leave_s,
+            lifeline_port=server.lifeline_port,
             hang_after_s=backend_config.hang_after_s,
-        )  # fmt: skip
+        )
         for process in lives.items():
             server.expect(process, backend_config.meet_s, time.monotonic())
         if not server.is_done():
@@ -556,9 +575,19 @@ def own_rank() -> int:
 
 
 def come(
-    *, address: str, port: int, run: str, lives: dict[int, int], first: int, backend: str | None, timeout_s: float,
-    meet_s: float, leave_s: float, lifeline_port: int, hang_after_s: float | None,
-) -> None:  # fmt: skip
+    *,
+    address: str,
+    port: int,
+    run: str,
+    lives: dict[int, int],
+    first: int,
+    backend: str | None,
+    timeout_s: float,
+    meet_s: float,
+    leave_s: float,
+    lifeline_port: int,
+    hang_after_s: float | None,
+) -> None:
     """Note in a worker where the ranks meet; the training function runs afterwards."""
     import torch
     from ray.train.torch import get_device
@@ -567,10 +596,20 @@ def come(
     launcher = f"ray-train:{ray.get_runtime_context().get_job_id()}:{context.get_experiment_name()}"
     join_meeting(
         MeetingPlace(
-            address=address, port=port, run=run, rank=own_rank(), life=lives[own_rank()], first=first,
-            world_size=context.get_world_size(), launcher=launcher,
-            backend=backend or ("nccl" if torch.cuda.is_available() else "gloo"), collective_timeout_s=timeout_s,
-            gpu=device.index if device.type == "cuda" else None, meet_s=meet_s, leave_s=leave_s,
-            lifeline_port=lifeline_port, hang_after_s=hang_after_s,
+            address=address,
+            port=port,
+            run=run,
+            rank=own_rank(),
+            life=lives[own_rank()],
+            first=first,
+            world_size=context.get_world_size(),
+            launcher=launcher,
+            backend=backend or ("nccl" if torch.cuda.is_available() else "gloo"),
+            collective_timeout_s=timeout_s,
+            gpu=device.index if device.type == "cuda" else None,
+            meet_s=meet_s,
+            leave_s=leave_s,
+            lifeline_port=lifeline_port,
+            hang_after_s=hang_after_s,
         )
-    )  # fmt: skip
+    )

@@ -47,9 +47,13 @@ class MemstoreCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
     @torch.no_grad()
     def dcp_save(
-        self, state_dict: dict[str, Any], checkpoint_id: str, async_mode: AsyncMode,
-        enable_garbage_collection: bool = False, to_hf: bool = False,
-    ) -> Future[Any] | None:  # fmt: skip
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Future[Any] | None:
         """Save a step in memory, and a model alone where torchtitan does; returns after one memory copy."""
         if OPTIMIZER not in state_dict:
             super().dcp_save(state_dict, checkpoint_id, AsyncMode.DISABLED, enable_garbage_collection, to_hf)

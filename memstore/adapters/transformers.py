@@ -70,9 +70,13 @@ class MemstoreCallback(TrainerCallback):
         """
         args, self._is_sharded = trainer.args, is_sharded(trainer)
         with connect(
-            self.job, rank=args.process_index, world_size=args.world_size, config=self.config,
-            shard_rank=None if self._is_sharded else 0, shard_count=None if self._is_sharded else 1,
-        ) as self.store:  # fmt: skip
+            self.job,
+            rank=args.process_index,
+            world_size=args.world_size,
+            config=self.config,
+            shard_rank=None if self._is_sharded else 0,
+            shard_count=None if self._is_sharded else 1,
+        ) as self.store:
             try:
                 state, own = self._read_sharded(trainer) if self._is_sharded else self._read_whole()
                 if state is not None:
@@ -110,7 +114,7 @@ class MemstoreCallback(TrainerCallback):
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Refuse to train outside of checkpoint_folder(), where nothing would be put or restored.
 
         Raises:
@@ -129,9 +133,7 @@ class MemstoreCallback(TrainerCallback):
                 "trainer.train(resume_from_checkpoint=folder)`"
             )
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:  # fmt: skip
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Put every n steps; free the folder that was resumed from at the first put."""
         self._remove_folder()
         if self.store is None or state.global_step % self.every_n_steps:
@@ -184,12 +186,7 @@ def is_sharded(trainer: Any) -> bool:
 
 def shared_state(state: TrainerState, *, model: Any, optimizer: Any, lr_scheduler: Any, **_: Any) -> dict[str, Any]:
     """Return what all ranks hold alike, as a put takes it."""
-    return {
-        "model": model,
-        "optimizer": optimizer,
-        "scheduler": lr_scheduler,
-        "trainer": progress_of(state),
-    }
+    return {"model": model, "optimizer": optimizer, "scheduler": lr_scheduler, "trainer": progress_of(state)}
 
 
 def sharded_states(model: Any, optimizer: Any, lr_scheduler: Any) -> dict[str, Any]:

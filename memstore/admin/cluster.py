@@ -139,9 +139,14 @@ def joined_address() -> str:
 
 
 def join_ray(
-    address: str | None, *, may_create: bool = True, limit_s: float = REACH_S,
-    say: Callable[[str], None] = log.warning, logging_level: int = logging.INFO, config: Config | None = None,
-) -> None:  # fmt: skip
+    address: str | None,
+    *,
+    may_create: bool = True,
+    limit_s: float = REACH_S,
+    say: Callable[[str], None] = log.warning,
+    logging_level: int = logging.INFO,
+    config: Config | None = None,
+) -> None:
     """Connect this process to a Ray cluster unless it is connected already; create a local one if allowed.
 
     Raises:
@@ -194,8 +199,10 @@ def _create(config: Config) -> Any:
     if others:
         log.warning(
             "memstore: starting a new store %r on the Ray cluster at %s, which runs %s",
-            config.store, joined_address(), ", ".join(others),
-        )  # fmt: skip
+            config.store,
+            joined_address(),
+            ", ".join(others),
+        )
     head = ray.get_runtime_context().get_node_id()
     for node in ray.nodes():
         if node["Alive"] and "node:__internal_head__" in node["Resources"]:
@@ -203,13 +210,19 @@ def _create(config: Config) -> Any:
     return (
         ray.remote(ControllerActor)
         .options(
-            name=controller_name(config.store), namespace=NAMESPACE, lifetime="detached", get_if_exists=True,
+            name=controller_name(config.store),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
             # One byte, because Ray places an actor that asks for nothing at random and ignores a soft affinity.
-            num_cpus=0, memory=1, max_restarts=-1, max_concurrency=16,
+            num_cpus=0,
+            memory=1,
+            max_restarts=-1,
+            max_concurrency=16,
             scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=True),
         )
         .remote(config.start_fields(), _secret(config))
-    )  # fmt: skip
+    )
 
 
 def nodes_by_host(config: Config) -> dict[str, int]:
@@ -282,8 +295,9 @@ def _describe(actor: Any, deadline_s: float, limit_s: float) -> dict[str, Any]:
         raise PeerTimeout(
             f"the store's controller did not answer within {limit_s:.3g} s: Ray has not started its process yet, or it "
             "hangs; `ray list actors` shows it. Call it again, with more time",
-            operation="start", limit_s=limit_s,
-        ) from None  # fmt: skip
+            operation="start",
+            limit_s=limit_s,
+        ) from None
     return dict(said)
 
 
@@ -400,11 +414,13 @@ def leftovers(config: Config | None = None) -> list[dict[str, Any]]:
         holding = owner(folder)
         found.append(
             {
-                "host": folder.name, "folder": str(folder), "is_live": is_held(folder),
+                "host": folder.name,
+                "folder": str(folder),
+                "is_live": is_held(folder),
                 "pid": holding.pid if holding is not None else None,
                 "nbytes": held_bytes(folder),
             }
-        )  # fmt: skip
+        )
     return found
 
 

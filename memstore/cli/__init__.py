@@ -142,13 +142,17 @@ for _verb in (rehearse, completion):
     main.add_command(_verb)
 main.add_command(
     _passed_on(
-        "demo", "memstore.demo.cli", "Train a small model on four hosts of this machine, kill one, compare every loss.",
+        "demo",
+        "memstore.demo.cli",
+        "Train a small model on four hosts of this machine, kill one, compare every loss.",
         "Ray Train and matplotlib: pip install 'ray[train]' matplotlib",
     )
-)  # fmt: skip
+)
 main.add_command(
     _passed_on(
-        "drill", "memstore.drills.cli.group", "Break a cluster in a chosen way and prove the promise on the bytes.",
+        "drill",
+        "memstore.drills.cli.group",
+        "Break a cluster in a chosen way and prove the promise on the bytes.",
         "the whole memstore wheel: reinstall it",
     )
-)  # fmt: skip
+)

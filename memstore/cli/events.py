@@ -24,14 +24,16 @@ POLL_S = 0.5
 @click.option("--since", default="0", metavar="WHEN", help='A number: only what came after it. "10m", "2h": no older.')
 @click.option("--tail", "-n", type=click.IntRange(min=0), metavar="N", help="Only the newest N.  [default: all]")
 @click.option(
-    "--level", type=click.Choice(LEVELS), default="notable", show_default=True,
+    "--level",
+    type=click.Choice(LEVELS),
+    default="notable",
+    show_default=True,
     help="routine: puts, commits and durable writes as well. problem: only what needs attention.",
-)  # fmt: skip
+)
 @where_options
 def events(
-    where: Where, job: str | None, follow: bool, since: str, tail: int | None, level: str,
-    as_json: bool,
-) -> None:  # fmt: skip
+    where: Where, job: str | None, follow: bool, since: str, tail: int | None, level: str, as_json: bool
+) -> None:
     """Print what happened to JOB, or to all jobs, oldest first; --json prints one document a line.
 
     The controller remembers the newest 2,048 puts, commits and durable writes, and as many of everything else, since it

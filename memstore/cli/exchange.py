@@ -44,9 +44,17 @@ def _format(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
 @click.option("--with", "module", metavar="MODULE", help="Import a module that calls memstore.register() first.")
 @store_options
 def export(
-    config: Config, job: str, step: int | str | None, directory: Path, as_format: str, rank: int | None,
-    attempt: int | None, prefix: str, module: str | None, as_json: bool,
-) -> None:  # fmt: skip
+    config: Config,
+    job: str,
+    step: int | str | None,
+    directory: Path,
+    as_format: str,
+    rank: int | None,
+    attempt: int | None,
+    prefix: str,
+    module: str | None,
+    as_json: bool,
+) -> None:
     """Write STEP of JOB (a number, "latest", or a pin's name) into the new folder DIRECTORY, while training goes on.
 
     DIRECTORY appears when it is whole. Parts that the format cannot hold are named, here and in memstore.json.
@@ -67,8 +75,10 @@ def export(
     if as_json:
         print_json(note)
         return
-    say(f"step {note['step']:,} of {job} (attempt {note['attempt']}, {plural(note['world_size'], 'rank')}) is in "
-        f"{directory}: {as_format}, {size_text(note['nbytes'])}, every digest ok")  # fmt: skip
+    say(
+        f"step {note['step']:,} of {job} (attempt {note['attempt']}, {plural(note['world_size'], 'rank')}) is in "
+        f"{directory}: {as_format}, {size_text(note['nbytes'])}, every digest ok"
+    )
     if note["not_kept"]:
         say(f"it could have been dropped meanwhile: {note['not_kept']}")
     for what, names in (("differs between ranks", note["per_rank"]), ("not in it", note.get("left_out", []))):
@@ -87,9 +97,15 @@ def export(
 @store_options
 @click.pass_context
 def import_(
-    ctx: click.Context, config: Config, job: str, directory: Path, step: int | None, replicas: int | None,
-    durable: str | None, as_json: bool,
-) -> None:  # fmt: skip
+    ctx: click.Context,
+    config: Config,
+    job: str,
+    directory: Path,
+    step: int | None,
+    replicas: int | None,
+    durable: str | None,
+    as_json: bool,
+) -> None:
     """Commit the DCP directory DIRECTORY as a step of the new JOB, for `dcp.load` and `store.dcp_reader()`.
 
     Exits with 4 if the step has fewer copies than asked.

@@ -50,9 +50,14 @@ RELEASE_S = 10.0  # a holder that is stopping gives its lock up within this
 @click.option("--timeout-s", type=Seconds(), default=120.0, show_default=True, help="Longest wait for all of it.")
 @store_options
 def up(
-    config: Config, address: str | None, durable_check: str | None, hosts_count: int | None, timeout_s: float,
-    as_json: bool, **fields: Any,
-) -> None:  # fmt: skip
+    config: Config,
+    address: str | None,
+    durable_check: str | None,
+    hosts_count: int | None,
+    timeout_s: float,
+    as_json: bool,
+    **fields: Any,
+) -> None:
     """Start one holder per host and the controller on a Ray cluster; on a running store, check that it fits.
 
     Arenas of an earlier life of the store are adopted with their contents.
@@ -138,8 +143,9 @@ def check_writable(directory: str) -> None:
         raise ConfigError(
             f"the durable directory {directory} cannot be written from this machine: {error.strerror}. "
             "Create it, mount it, or fix its permissions; every host must reach it",
-            field="durable", value=directory,
-        ) from error  # fmt: skip
+            field="durable",
+            value=directory,
+        ) from error
 
 
 def sharing_words(nodes: dict[str, int]) -> str:
@@ -163,8 +169,10 @@ def _wait_hosts(where: Where, count: int, deadline_s: float, timeout_s: float) -
                 f"{live} of the {count} hosts asked for are up after {timeout_s:g} s; the store runs. "
                 "`memstore status` names them, `ray status` the nodes; raise --timeout-s if they are merely slow"
                 + sharing_words(nodes_by_host(where.config)),
-                operation="up", waited_s=timeout_s, limit_s=timeout_s,
-            )  # fmt: skip
+                operation="up",
+                waited_s=timeout_s,
+                limit_s=timeout_s,
+            )
         time.sleep(POLL_S)
 
 
@@ -221,8 +229,9 @@ def _refuse_unknown(config: Config) -> None:
     others = others_here(config, "") or "none here"
     raise ConfigError(
         f"there is no store {config.store!r}: the Ray cluster at {joined_address()} runs {there}; on this machine "
-        f"{others}", field="store",
-    )  # fmt: skip
+        f"{others}",
+        field="store",
+    )
 
 
 def _released(config: Config) -> list[dict[str, Any]]:

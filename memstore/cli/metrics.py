@@ -57,10 +57,13 @@ def _print_values(where: Where, *, as_json: bool) -> None:
         if row.status != "dead" and row.stats is not None:
             samples += holder_gauges(row.host, row.stats)
     rows: list[dict[str, Any]] = [
-        {"metric": f"ray_{each.name}", "tags": dict(zip(METRICS[each.name].tags, each.tags, strict=True)),
-         "value": each.value}
+        {
+            "metric": f"ray_{each.name}",
+            "tags": dict(zip(METRICS[each.name].tags, each.tags, strict=True)),
+            "value": each.value,
+        }
         for each in samples
-    ]  # fmt: skip
+    ]
     if as_json:
         print_json(rows)
         return

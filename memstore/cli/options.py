@@ -58,8 +58,10 @@ class Where:
                 f"the controller of store {self.config.store!r} did not answer {verb!r} within {timeout_s:g} s, though "
                 "a holder does: it is down, or still rebuilding. Ray restarts it by itself; if it stays away, "
                 "run `memstore up`. What is stored is not touched by this",
-                operation=verb, waited_s=timeout_s, limit_s=timeout_s,
-            ) from error  # fmt: skip
+                operation=verb,
+                waited_s=timeout_s,
+                limit_s=timeout_s,
+            ) from error
         except PeerUnreachable as error:
             if self.address is not None:
                 raise

@@ -37,9 +37,11 @@ class LoseManyCommand(click.Command):
 @click.command(cls=LoseManyCommand, short_help="Dry run: what get() would return now, or if hosts died now.")
 @click.argument("job", required=False)
 @click.option(
-    "--lose", multiple=True, metavar="HOST...",
+    "--lose",
+    multiple=True,
+    metavar="HOST...",
     help="Hosts to lose: names, or a whole failure domain such as rack=r1. Takes several.  [default: none]",
-)  # fmt: skip
+)
 @where_options
 @click.pass_context
 def plan(ctx: click.Context, where: Where, job: str | None, lose: tuple[str, ...], as_json: bool) -> None:

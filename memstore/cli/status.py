@@ -14,16 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memstore.cli.options import Where, where_options
-from memstore.cli.output import (
-    ExitCode,
-    age_text,
-    count_text,
-    data_console,
-    plain_table,
-    plural,
-    print_json,
-    size_text,
-)
+from memstore.cli.output import ExitCode, age_text, count_text, data_console, plain_table, plural, print_json, size_text
 from memstore.config import Config
 from memstore.core.cluster.text import listed, phases_text, replaced_text
 from memstore.core.report.json_rows import status_fields
@@ -40,9 +31,10 @@ STYLES = {UNRECOVERABLE: "bold red", STOPPED: "bold red", DEGRADED: "yellow"}
 @click.command(short_help="What would be lost now, the hosts, every problem with its remedy.")
 @click.option("--watch", is_flag=True, help="Refresh it every second until Ctrl-C.")
 @click.option(
-    "--check", is_flag=True,
+    "--check",
+    is_flag=True,
     help="Exit with 5 if a job is not closed and does not train, 4 if something is degraded, 3 if something is lost.",
-)  # fmt: skip
+)
 @where_options
 @click.pass_context
 def status(ctx: click.Context, where: Where, watch: bool, check: bool, as_json: bool) -> None:
@@ -66,9 +58,11 @@ def json_of(status: Status, where: Where) -> dict[str, Any]:
     from memstore.distribution import installed_version
 
     return {
-        "version": installed_version(), "store": where.config.store, "ray": ray_address(where.config),
+        "version": installed_version(),
+        "store": where.config.store,
+        "ray": ray_address(where.config),
         **status_fields(status),
-    }  # fmt: skip
+    }
 
 
 def ray_address(config: Config) -> str:
@@ -168,7 +162,8 @@ def job_table(jobs: list[JobRow], launches: list[LaunchRow]) -> Table:
         is_open, step = newest.phase != "closed", newest.committed_step
         is_short = step is not None and newest.copies < newest.replicas
         table.add_row(
-            job.job, str(job.attempt),
+            job.job,
+            str(job.attempt),
             ranks or ranks_text(newest),
             count_text(newest.training_step) if newest.training_step >= 0 else "-",
             "nothing yet" if step is None else f"{step:,} ({age_text(newest.committed_s)} ago)",
@@ -176,7 +171,7 @@ def job_table(jobs: list[JobRow], launches: list[LaunchRow]) -> Table:
             "-" if step is None else f"{newest.copies} of {newest.replicas}{' !' if is_short else ''}",
             "-" if step is None else survives_text(newest.survives),
             durable_text(newest),
-        )  # fmt: skip
+        )
     return table
 
 
@@ -255,11 +250,14 @@ def host_table(hosts: list[HostRow], failure_domains: list[str]) -> Table:
             parts = (stats.used_bytes, stats.reserved_bytes, stats.claimed_bytes, stats.limit_bytes)
             sizes = " / ".join(map(size_text, parts))
         table.add_row(
-            host.host, *(host.labels.get(level, "-") for level in levels),
+            host.host,
+            *(host.labels.get(level, "-") for level in levels),
             "down" if is_dead else f"up {age_text(host.up_s)}",
-            sizes, host.address,
-            holds_text(host), state_text(host),
-        )  # fmt: skip
+            sizes,
+            host.address,
+            holds_text(host),
+            state_text(host),
+        )
     return table
 
 

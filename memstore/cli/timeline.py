@@ -70,11 +70,15 @@ def _table(job: JobRow) -> Table:
             is_away = row.state == "durable"  # in no host's RAM: all its ranks' shards are in storage
             shards = row.world_size if is_away else row.shards
             table.add_row(
-                graph, count_text(row.step), step_text(row),
+                graph,
+                count_text(row.step),
+                step_text(row),
                 "storage" if is_away else f"{row.copies} of {replicas}" if row.committed else "-",
-                f"{shards}/{row.world_size or '?'}", size_text(row.nbytes) if shards else "-",
-                age_text(row.age_s), ", ".join(row.hosts) or "-",
-            )  # fmt: skip
+                f"{shards}/{row.world_size or '?'}",
+                size_text(row.nbytes) if shards else "-",
+                age_text(row.age_s),
+                ", ".join(row.hosts) or "-",
+            )
     return table
 
 

@@ -118,8 +118,10 @@ def checkpoint(
     if staged.in_copies:
         log.warning(
             "memstore %s: get(into=) filled %s, which state_dict() made, and not the object: give the object itself, "
-            "or hand what was filled to its load_state_dict()", staged.manifest.shard.job, shown_paths(staged.in_copies)
-        )  # fmt: skip
+            "or hand what was filled to its load_state_dict()",
+            staged.manifest.shard.job,
+            shown_paths(staged.in_copies),
+        )
     repaired = f"; {count} of this rank's chunks were damaged or did not come, and were brought again" if count else ""
     return Checkpoint(
         step=staged.manifest.shard.step,
@@ -142,11 +144,19 @@ def step_infos(answer: StepList) -> list[StepInfo]:
     """Return StepInfo rows from the controller's answer."""
     return [
         StepInfo(
-            r.attempt, r.step, r.committed, r.degraded, r.durable, r.copies, r.nbytes, r.in_lineage, r.retired,
+            r.attempt,
+            r.step,
+            r.committed,
+            r.degraded,
+            r.durable,
+            r.copies,
+            r.nbytes,
+            r.in_lineage,
+            r.retired,
             tuple(r.pins),
         )
         for r in answer.steps
-    ]  # fmt: skip
+    ]
 
 
 def not_filled_line(job: str, paths: Sequence[str]) -> str:

@@ -126,6 +126,33 @@ def _not_there(config: Config, problem: MemstoreError | None, start: StoreStart 
     )
 
 
+def _join(
+    launch: Launch,
+    job: str,
+    nonce: str,
+    config: Config,
+    fresh: bool,
+    takeover: bool,
+    shard: tuple[int | None, int | None],
+) -> Join:
+    return Join(
+        job=job,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        key=launch.key,
+        launcher=launch.launcher,
+        nonce=nonce,
+        pid=os.getpid(),
+        config=config.job_fields(),
+        fresh=fresh,
+        takeover=takeover,
+        shard=shard[0],
+        shards=shard[1],
+        limit_s=0.0,
+        in_place=_in_place_now(launch),
+    )
+
+
 def connect(
     job: str,
     *,
@@ -169,11 +196,7 @@ def connect(
     link = open_link(config, launch, address=address, nonce=nonce, job=job, deadline_s=deadline_s)
     try:
         config = fitted_to_store(config, link.welcome)
-        request = Join(
-            job=job, rank=launch.rank, world_size=launch.world_size, key=launch.key, launcher=launch.launcher,
-            nonce=nonce, pid=os.getpid(), config=config.job_fields(), fresh=fresh, takeover=takeover,
-            shard=shard_rank, shards=shard_count, limit_s=0.0, in_place=_in_place_now(launch),
-        )  # fmt: skip
+        request = _join(launch, job, nonce, config, fresh, takeover, (shard_rank, shard_count))
         joined = _joined(link, request, deadline_s)
         if launch.rank == 0:
             _say_what_lacks(config, job)
@@ -254,9 +277,10 @@ def check_shard(shard_rank: int | None, shard_count: int | None) -> tuple[int | 
     if (rank is None) != (count is None) or (rank is not None and count is not None and rank >= count):
         raise ConfigError(
             f"shard_rank={shard_rank!r} of shard_count={shard_count!r}: name both, shard_rank from 0 to "
-            "shard_count - 1, such as 0 of 1 where every rank holds the same", field="shard_rank",
+            "shard_count - 1, such as 0 of 1 where every rank holds the same",
+            field="shard_rank",
             value=repr(shard_rank),
-        )  # fmt: skip
+        )
     return rank, count
 
 

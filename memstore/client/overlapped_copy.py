@@ -140,10 +140,13 @@ class Overlap:
             bare = replace(plan, placed=PlacedSources.of(()))
             offsets = [plan.placed.offsets[number] for number in late]
             copy = DeferredCopy(
-                list(late.values()), flights, keep=stream, is_wanted=lambda: not put.ticket.is_over,
+                list(late.values()),
+                flights,
+                keep=stream,
+                is_wanted=lambda: not put.ticket.is_over,
                 on_end=lambda problem: _end(put, bare, problem),
                 name_of=lambda number: bare.name_at(offsets[number]),
-            )  # fmt: skip
+            )
         except BaseException as exc:
             put.is_late = False
             put.fail(f"its state could not be copied: {exc!r}")

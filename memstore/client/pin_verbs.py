@@ -74,9 +74,11 @@ class PinVerbs:
 def pin_request(job: str, step: int, name: str, attempt: int | None) -> PinStep:
     """Return the question for `pin`; ConfigError if its values are none."""
     return PinStep(
-        job=job, step=check_whole("step", step), name=check_name("pin", name),
+        job=job,
+        step=check_whole("step", step),
+        name=check_name("pin", name),
         of_attempt=check_given_whole("attempt", attempt),
-    )  # fmt: skip
+    )
 
 
 def persist_request(job: str, step: int | None, timeout_s: float) -> PersistStep:
@@ -90,6 +92,8 @@ def persisted(answer: Persisted, timeout_s: float) -> int:
     if not answer.is_durable:
         raise PeerTimeout(
             f"step {answer.step} of job {answer.job!r} is not durable after {timeout_s:g} s: {answer.problem}",
-            operation="persist", waited_s=timeout_s, limit_s=timeout_s,
-        )  # fmt: skip
+            operation="persist",
+            waited_s=timeout_s,
+            limit_s=timeout_s,
+        )
     return answer.step

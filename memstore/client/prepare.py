@@ -119,8 +119,10 @@ class PutPreparation:
             raise PeerTimeout(
                 f"reserve of job {self._link.job!r} was not answered within {self._timeout_s:g} s: is the controller "
                 f"running? ({self._link.commands('`memstore status`')})",
-                operation="reserve", waited_s=self._timeout_s, limit_s=self._timeout_s,
-            )  # fmt: skip
+                operation="reserve",
+                waited_s=self._timeout_s,
+                limit_s=self._timeout_s,
+            )
 
     def _is_claimed(self, limit_s: float) -> bool:
         assert self._answer is not None
@@ -137,8 +139,10 @@ class PutPreparation:
             log.warning(
                 "memstore %s: the first put blocked training for %.1f s while %.1f GiB a rank were claimed for it and "
                 "later ones: store.prepare(state) before the loop does this in the background",
-                self._link.job, waited_s, self.nbytes / (1 << 30),
-            )  # fmt: skip
+                self._link.job,
+                waited_s,
+                self.nbytes / (1 << 30),
+            )
 
     def cancel(self, error: MemstoreError) -> None:
         """Drop the preparation: a newer attempt has opened, or the store closes."""
@@ -294,8 +298,9 @@ def bytes_to_come(state: Any) -> int:
             log.warning(
                 "memstore prepare(): the %s has not stepped, and the bytes that it will keep are not known (%s): the "
                 "first put after its step claims what is missing, which takes seconds; prepare after the first step",
-                type(optimizer).__name__, exc,
-            )  # fmt: skip
+                type(optimizer).__name__,
+                exc,
+            )
     return total
 
 

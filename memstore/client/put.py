@@ -83,9 +83,13 @@ class Put(Tenant):
                 if self.state is OPEN:
                     self.keep(range(-(-nbytes // self.chunk_bytes)))
                 return self._link.submit(
-                    self, self._terms, layout=layout, nbytes=nbytes, stall_s=self.stall_s(),
+                    self,
+                    self._terms,
+                    layout=layout,
+                    nbytes=nbytes,
+                    stall_s=self.stall_s(),
                     digests=None if digests is None else b"".join(digests),
-                )  # fmt: skip
+                )
             finally:
                 if self.state is OPEN:
                     self.state = OVER

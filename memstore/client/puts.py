@@ -84,9 +84,13 @@ class Puts:
     # -- puts ---------------------------------------------------------------------------------
 
     def put(
-        self, step: int, state: Any, timeout_s: float | None, overlap: bool | Iterable[torch.Tensor] = False,
+        self,
+        step: int,
+        state: Any,
+        timeout_s: float | None,
+        overlap: bool | Iterable[torch.Tensor] = False,
         rank_state: Any = None,
-    ) -> Ticket:  # fmt: skip
+    ) -> Ticket:
         """Do what `Store.put` promises."""
         with copying():  # until `_put` has let go of its plan
             return self._put(step, state, timeout_s, overlap, rank_state)
@@ -135,8 +139,9 @@ class Puts:
         what = "with another state" if ticket.digest else "and is not sealed yet, so that the states cannot be compared"
         raise StepConflict(
             f"job {self.job!r} rank {self.rank}: step {ticket.step} was put already, {what}: {ticket!r}. {STEPS_GROW}",
-            step=ticket.step, last_step=self.steps.last,
-        )  # fmt: skip
+            step=ticket.step,
+            last_step=self.steps.last,
+        )
 
     def planned(self, state: Any, rank_state: Any) -> StatePlan:
         """Lay out what this rank puts of it; for CUDA tensors slots are pinned from now on. UnsupportedState."""
@@ -155,13 +160,13 @@ class Puts:
             log.warning(
                 "memstore %s rank %d: %s: state_dict() made that. A put stores what it was when it was made, and a "
                 "get(into=) fills it and not the object: give the object itself",
-                self.job, self.rank, shown_paths(paths),
-            )  # fmt: skip
+                self.job,
+                self.rank,
+                shown_paths(paths),
+            )
         return self._plans.setdefault(name, PlanMemory()).plan(state, name)
 
-    def begin(
-        self, step: int, nbytes: int, *, began_s: float, extra_slots: int = 0, growth_s: float = 0.0
-    ) -> Put:  # fmt: skip
+    def begin(self, step: int, nbytes: int, *, began_s: float, extra_slots: int = 0, growth_s: float = 0.0) -> Put:
         """Take slots for a put whose bytes the caller copies and submits itself; it is over if the step is skipped.
 
         Args:
@@ -189,9 +194,12 @@ class Puts:
         if known is not None:
             raise StepConflict(f"job {self.job!r} rank {self.rank}: step {step} was put already: {known!r}", step=step)
         terms = PutTerms(
-            attempt=self.link.attempt, step=step, world_size=self.world_size, shared_chunks=shared_chunks,
+            attempt=self.link.attempt,
+            step=step,
+            world_size=self.world_size,
+            shared_chunks=shared_chunks,
             began_s=began_s,
-        )  # fmt: skip
+        )
         return Put(self.link, self.steps, self.steps.new(step, nbytes, began_s), terms)
 
     def check_usable(self) -> None:

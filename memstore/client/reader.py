@@ -70,8 +70,9 @@ class Lease:
             why = "puts took its slots back, or its host's holder or the controller ended meanwhile"
         return LeaseLost(
             f"step {self.step} of job {self._reader.job!r} was dropped under its lease: {why}. Lease the newest step, "
-            "and read that", step=self.step,
-        )  # fmt: skip
+            "and read that",
+            step=self.step,
+        )
 
 
 class Reader:
@@ -124,8 +125,10 @@ class Reader:
             newer = "no step" if than is None else f"no step newer than {than}"
             raise NoNewerStep(
                 f"{newer} of job {self.job!r} was committed within {timeout_s:g} s: is it training? "
-                f"{self._config.commands('`memstore status`')}", operation="wait_newer", limit_s=timeout_s,
-            )  # fmt: skip
+                f"{self._config.commands('`memstore status`')}",
+                operation="wait_newer",
+                limit_s=timeout_s,
+            )
         self._seen = answer.attempt, answer.step
         return answer.step
 
@@ -146,9 +149,12 @@ class Reader:
         """
         limit_s = check_seconds("limit_s", limit_s)
         request = LeaseStep(
-            job=self.job, step=check_given_whole("step", step), of_attempt=check_given_whole("attempt", attempt),
-            lease=f"{self._tool.link.nonce}/{next(self._numbers)}", limit_s=limit_s,
-        )  # fmt: skip
+            job=self.job,
+            step=check_given_whole("step", step),
+            of_attempt=check_given_whole("attempt", attempt),
+            lease=f"{self._tool.link.nonce}/{next(self._numbers)}",
+            limit_s=limit_s,
+        )
         answer = self._ask(request, self._config.connect_timeout_s + CALL_SLACK_S)
         self._seen = answer.attempt, answer.step
         return Lease(self, answer, limit_s)
@@ -156,26 +162,39 @@ class Reader:
     # -- reading ------------------------------------------------------------------------------
 
     def get(
-        self, step: int | None = None, *, rank: int = 0, into: Any = None, timeout_s: float = 600.0,
+        self,
+        step: int | None = None,
+        *,
+        rank: int = 0,
+        into: Any = None,
+        timeout_s: float = 600.0,
         attempt: int | None = None,
-    ) -> Checkpoint:  # fmt: skip
+    ) -> Checkpoint:
         """Return one rank's shard (R27); `attempt` says whose, where several lineages have a step of that number.
 
         Raises:
             StepDropped: Newer steps were committed meanwhile, and puts took its slots: lease or pin it (R7).
         """
         request = ReadStep(
-            job=self.job, step=check_given_whole("step", step), of_attempt=check_given_whole("attempt", attempt),
+            job=self.job,
+            step=check_given_whole("step", step),
+            of_attempt=check_given_whole("attempt", attempt),
             rank=check_whole("rank", rank),
-        )  # fmt: skip
+        )
         timeout_s = check_seconds("timeout_s", timeout_s)
         with naming_others(self._config, self.job):
             return open_shard(ShardRead(self._tool.link, request, timeout_s), into, timeout_s=timeout_s)
 
     def load(
-        self, state: dict[str, Any], step: int | None = None, *, attempt: int | None = None,
-        process_group: Any = None, planner: Any = None, timeout_s: float = LIMIT_S,
-    ) -> int:  # fmt: skip
+        self,
+        state: dict[str, Any],
+        step: int | None = None,
+        *,
+        attempt: int | None = None,
+        process_group: Any = None,
+        planner: Any = None,
+        timeout_s: float = LIMIT_S,
+    ) -> int:
         """`dcp.load` a step into `state` under a lease, resharded to this process or this group; return its number.
 
         `state` may be a part of what was saved, such as the model alone. Errors are raised as themselves, not within
@@ -211,9 +230,10 @@ class Reader:
         step, attempt = check_given_whole("step", step), check_given_whole("attempt", attempt)
         timeout_s = check_seconds("timeout_s", timeout_s)
         return DcpReader(
-            self.ranges(attempt=attempt, timeout_s=timeout_s), step,
+            self.ranges(attempt=attempt, timeout_s=timeout_s),
+            step,
             lease=lambda number, of: self.lease(number, attempt=of, limit_s=timeout_s),
-        )  # fmt: skip
+        )
 
     def pin(self, step: int, name: str, *, attempt: int | None = None) -> None:
         """Keep a committed step in RAM under a name; as `Store.pin`."""

@@ -47,9 +47,17 @@ LOOK_S = 0.02
 ENDING_S = 5.0  # for a thread that was asked to end
 STDERR = 2
 LAUNCH_VARIABLES = (  # a child that had them would join the process group of this launch
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
-)  # fmt: skip
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+)
 Step = Callable[[], Any]
 
 
@@ -82,8 +90,10 @@ class Rehearsal:
         lines += [f"does not come back: {path}" for path in self.differs[:PATHS_SHOWN]]
         lines += [f"has no place in what build() makes: {path}" for path in self.not_filled[:PATHS_SHOWN]]
         if not lines:
-            lines = [f"the next loss is {self.loss}, and {self.expected_loss} without a restart: something that "
-                     "training uses is not in the state, such as random state or the position in the data"]  # fmt: skip
+            lines = [
+                f"the next loss is {self.loss}, and {self.expected_loss} without a restart: something that "
+                "training uses is not in the state, such as random state or the position in the data"
+            ]
         return "a fresh process does not take this step:\n  " + "\n  ".join(lines)
 
 
@@ -205,8 +215,9 @@ def _child(
         raise PeerTimeout(
             f"the fresh process of the rehearsal of {target} has not ended after {timeout_s:g} s: raise timeout_s, or "
             "look what build() waits for. Its process group is ended.",
-            operation="rehearse", limit_s=timeout_s,
-        )  # fmt: skip
+            operation="rehearse",
+            limit_s=timeout_s,
+        )
     result = folder / f"{part}.json"
     if not result.exists():
         return {"error": f"the fresh process ended with code {code} before it had a result: see what it printed"}

@@ -75,7 +75,7 @@ class SharedShard:
 
     def plan(
         self, state: Any, rank_state: Any, chunk_bytes: int, plan: Callable[[object, str], StatePlan] = plan_state
-    ) -> StatePlan:  # fmt: skip
+    ) -> StatePlan:
         """Lay out the state that this rank stores, without copying it; a state that it does not store is not inspected.
 
         The shared part fills its last chunk, so that its chunks are equal on all ranks of the shard.
@@ -91,10 +91,13 @@ class SharedShard:
         count = -(-shared.nbytes // chunk_bytes) if shared is not None else 0
         start = count * chunk_bytes
         layout = SharedShardLayout(
-            self.shard, self.shards, self.writers, self.writers_by_shard,
+            self.shard,
+            self.shards,
+            self.writers,
+            self.writers_by_shard,
             ShardPart(shared.layout, 0, shared.nbytes) if shared is not None else None,
             ShardPart(mine.layout, count, mine.nbytes),
-        ).encode(start + mine.nbytes)  # fmt: skip
+        ).encode(start + mine.nbytes)
         if len(layout) > LAYOUT_BYTES_MAX:
             raise UnsupportedState(
                 f"the plain objects of the state and of rank_state= take {len(layout)} bytes and the limit is "
@@ -174,9 +177,13 @@ class SharedShard:
                 both = f"ranks {self.rank} and {other_rank}"
                 log.warning("memstore %s: %s differ at step %d in %s", link.job, both, step, where)
             report = ReportDiffering(
-                job=link.job, attempt=event.attempt, step=step, ranks=(self.rank, other_rank), chunks=event.count,
+                job=link.job,
+                attempt=event.attempt,
+                step=step,
+                ranks=(self.rank, other_rank),
+                chunks=event.count,
                 names=tuple(names),
-            )  # fmt: skip
+            )
             link.call(report, NAMING_S)
         except MemstoreError as error:
             log.warning("memstore %s: step %d: that ranks differ could not be reported: %s", link.job, step, error)

@@ -66,8 +66,12 @@ class Steps:
                 log.warning(
                     "memstore %s rank %d: should_put(%d) waited %g s for the commit of step %d and goes by the last "
                     "distance; other ranks may go by a newer one. Does every rank ask it for every step, and put?",
-                    self._link.job, self._link.rank, step, budget_s, put,
-                )  # fmt: skip
+                    self._link.job,
+                    self._link.rank,
+                    step,
+                    budget_s,
+                    put,
+                )
         return self._schedule.due(step)
 
     def _uncommitted(self) -> list[tuple[int, int]]:
@@ -98,8 +102,9 @@ class Steps:
             raise StepConflict(
                 f"job {self._link.job!r} rank {self._link.rank}: step {step} does not follow step {self.last}. "
                 f"{STEPS_GROW}",
-                step=step, last_step=self.last,
-            )  # fmt: skip
+                step=step,
+                last_step=self.last,
+            )
         return known
 
     def new(self, step: int, nbytes: int, began_s: float) -> Ticket:
@@ -178,9 +183,12 @@ class Steps:
                 self.resume_step = max(self.resume_step, future.result().resume)
 
         request = SkipStep(
-            **self._link.who(), step=ticket.step, why=why, stall_s=time.monotonic() - ticket.began_s,
+            **self._link.who(),
+            step=ticket.step,
+            why=why,
+            stall_s=time.monotonic() - ticket.began_s,
             is_failed=level == "failed",
-        )  # fmt: skip
+        )
         self._skipping = self._link.call_soon(request, resume)
 
     def retire(self, ticket: Ticket, why: str) -> None:

@@ -27,12 +27,7 @@ from memstore.config import Config, check_given_whole, check_name, check_seconds
 from memstore.core.cluster.text import error_text
 from memstore.core.wire.calls import CloseStore, Get, ReadStep, Rewind
 from memstore.core.wire.orders import StepLevel
-from memstore.core.wire.rank_messages import (
-    CheckInto,
-    HolderEvent,
-    ShardDiffers,
-    SlotsLeased,
-)
+from memstore.core.wire.rank_messages import CheckInto, HolderEvent, ShardDiffers, SlotsLeased
 from memstore.core.wire.replies import Joined, ShardPlaced, StepAgreed
 from memstore.errors import ClosedError, CommitError, ConfigError, MemstoreError, RecoveryError
 from memstore.shell.rank.collective import CALL_SLACK_S, ask_with_all, collective, take_turn
@@ -100,9 +95,14 @@ class Store(PinVerbs):
     # -- put ----------------------------------------------------------------------------------
 
     def put(
-        self, step: int, state: Any, *, rank_state: Any = None, overlap: bool | Iterable[torch.Tensor] = False,
+        self,
+        step: int,
+        state: Any,
+        *,
+        rank_state: Any = None,
+        overlap: bool | Iterable[torch.Tensor] = False,
         timeout_s: float | None = None,
-    ) -> Ticket:  # fmt: skip
+    ) -> Ticket:
         """Copy the state into this host's memory and return; everything else happens elsewhere (R11).
 
         Args:
@@ -217,9 +217,16 @@ class Store(PinVerbs):
     # -- get ----------------------------------------------------------------------------------
 
     def get(
-        self, step: int | None = None, *, rank: int | None = None, into: Any = None, rank_state_into: Any = None,
-        from_job: str | None = None, must_exist: bool = False, timeout_s: float = 600.0,
-    ) -> Checkpoint | None:  # fmt: skip
+        self,
+        step: int | None = None,
+        *,
+        rank: int | None = None,
+        into: Any = None,
+        rank_state_into: Any = None,
+        from_job: str | None = None,
+        must_exist: bool = False,
+        timeout_s: float = 600.0,
+    ) -> Checkpoint | None:
         """Return the newest whole step of the lineage, the same on every rank; collective (R23, R24).
 
         Args:
@@ -351,9 +358,12 @@ class Store(PinVerbs):
         self._check_open()
         step = check_whole("step", step)
         request = Rewind(
-            **self._link.who(), step=step, of_attempt=check_given_whole("attempt", attempt), nonce=self._link.nonce,
+            **self._link.who(),
+            step=step,
+            of_attempt=check_given_whole("attempt", attempt),
+            nonce=self._link.nonce,
             key=self._launch.key,
-        )  # fmt: skip
+        )
         with self._alone(f"rewind({step})"):
             self.puts.overlap.wait()
             self._take_attempt(ask_with_all(self._link, request, limit_s=self.config.connect_timeout_s))
@@ -370,9 +380,13 @@ class Store(PinVerbs):
                 return
 
     def rehearse(
-        self, build: Callable[[], Any] | str, *, step: int | None = None, loss: float | None = None,
+        self,
+        build: Callable[[], Any] | str,
+        *,
+        step: int | None = None,
+        loss: float | None = None,
         timeout_s: float = 600.0,
-    ) -> Rehearsal:  # fmt: skip
+    ) -> Rehearsal:
         """Ask whether a fresh process would take what this rank put; on any rank, alone. Nothing here changes.
 
         A child process builds everything once more, takes the stored shard and compares every value, by path.
@@ -451,8 +465,9 @@ class Store(PinVerbs):
                 f"{verb} of job {self.job!r} was called in the middle of {own.name}, in the same thread: by a signal's "
                 "handler, or by code of the state itself (a state_dict, a tensor's class). Let the handler set a flag, "
                 f"and call {verb} when {own.name} has returned",
-                verb=verb, outer=own.name,
-            )  # fmt: skip
+                verb=verb,
+                outer=own.name,
+            )
         own.name = verb
         return own.lock
 

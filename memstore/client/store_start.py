@@ -71,9 +71,15 @@ class StartInChild(StoreStart):
     """A start by a child process, which joins the Ray cluster, or waits for its GCS, for at most `limit_s`."""
 
     def __init__(
-        self, config: Config, *, address: str | None, where: str, hosts: Collection[str], limit_s: float,
+        self,
+        config: Config,
+        *,
+        address: str | None,
+        where: str,
+        hosts: Collection[str],
+        limit_s: float,
         otherwise: Callable[[], StoreStart] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """With `otherwise` the child only looks for a running store; that begins where there is none."""
         super().__init__("Ray's GCS there is being asked", where)
         self._otherwise = otherwise
@@ -82,12 +88,17 @@ class StartInChild(StoreStart):
         self._child = subprocess.Popen(
             [sys.executable, "-c", _MAIN],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         spec = {
-            "config": config.start_fields(), "address": address, "limit_s": limit_s, "argv": sys.argv[:1],
-            "hosts": list(hosts), "may_create": otherwise is None,
-        }  # fmt: skip
+            "config": config.start_fields(),
+            "address": address,
+            "limit_s": limit_s,
+            "argv": sys.argv[:1],
+            "hosts": list(hosts),
+            "may_create": otherwise is None,
+        }
         stdin = cast(Any, self._child.stdin)
         with contextlib.suppress(BrokenPipeError), stdin:
             stdin.write(json.dumps(spec).encode())
@@ -212,8 +223,10 @@ def _start_own(config: Config, other: str | None) -> StoreStart:
     log.warning(
         "memstore: %s: it has started one for the store. Both end with this process; the arena stays "
         "under %s, and the next start adopts it. For a store that outlives the process: %s",
-        here, config.arena_dir, config.commands("`ray start --head`, then `memstore up`"),
-    )  # fmt: skip
+        here,
+        config.arena_dir,
+        config.commands("`ray start --head`, then `memstore up`"),
+    )
     return StartInThread(config)
 
 

@@ -97,8 +97,9 @@ class Ticket:
                 if self.level in TERMINAL:
                     raise CommitError(
                         f"step {self.step} was {self.level} and will not be {level}: {self.reason}",
-                        step=self.step, level=self.level,
-                    )  # fmt: skip
+                        step=self.step,
+                        level=self.level,
+                    )
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     raise TimeoutError(
@@ -137,9 +138,13 @@ class SkippedPuts:
         if self._skipped >= self._warn_at:
             self._warn_at *= 2
             log.warning(
-                "memstore %s rank %d: %d puts in a row were skipped, up to step %d, with no commit between them: "
-                "%s", self._link.job, self._link.rank, self._skipped, ticket.step, self.why or ticket.reason,
-            )  # fmt: skip
+                "memstore %s rank %d: %d puts in a row were skipped, up to step %d, with no commit between them: %s",
+                self._link.job,
+                self._link.rank,
+                self._skipped,
+                ticket.step,
+                self.why or ticket.reason,
+            )
 
 
 def check_step(step: int) -> int:

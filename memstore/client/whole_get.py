@@ -115,9 +115,7 @@ class WholeGet:
             raise
 
     def _word(self, request: Get, report: RestoreReport, problem: str | None = None) -> ShardLoaded:
-        return ShardLoaded(
-            **self._link.who(), round=report.round, is_adopting=request.is_adopting, problem=problem
-        )  # fmt: skip
+        return ShardLoaded(**self._link.who(), round=report.round, is_adopting=request.is_adopting, problem=problem)
 
 
 def _report_of(found: ShardPlaced | Resized) -> RestoreReport | None:

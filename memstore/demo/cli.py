@@ -34,7 +34,7 @@ MIN_STEPS = 10
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def demo(
     steps: int, kill_after: int | None, no_restore: bool, no_in_place: bool, no_control: bool, plot: str, as_json: bool
-) -> int:  # fmt: skip
+) -> int:
     """Train a small transformer on 4 simulated hosts, kill one with its memory, and compare every loss."""
     prepare_ray()
     for name, value in TRAIN_ENVIRONMENT.items():
@@ -52,9 +52,13 @@ def demo(
     kill_after = steps * 7 // 16 if kill_after is None else kill_after
     with tempfile.TemporaryDirectory(prefix="memstore-demo-") as folder, quiet():
         options = DemoOptions(
-            Path(folder), steps=steps, kill_after=kill_after, is_restoring=not no_restore,
-            has_in_place=not no_in_place, has_control=not no_control,
-        )  # fmt: skip
+            Path(folder),
+            steps=steps,
+            kill_after=kill_after,
+            is_restoring=not no_restore,
+            has_in_place=not no_in_place,
+            has_control=not no_control,
+        )
         outcome = run_demo(options, lambda line: click.echo(line, err=True))
     draw(outcome, Path(plot))
     click.echo(json.dumps(as_dict(outcome, plot)) if as_json else table(outcome, plot))

@@ -55,13 +55,17 @@ def table(outcome: DemoOutcome, plot: str) -> str:
     ours = _text((took["connect"] or 0.0) + (took["get"] or 0.0)) if run.restored else "-"
     rows = [
         (f"loss at steps {first}-{last}", f"{equal} of {last + 1 - first} equal the uninterrupted run, bit for bit"),
-        ("steps redone", f"{len(steps_redone(run)):<3d}  a checkpoint on disk every {DISK_EVERY} steps would have "
-         f"redone {disk}"),
+        (
+            "steps redone",
+            f"{len(steps_redone(run)):<3d}  a checkpoint on disk every {DISK_EVERY} steps would have redone {disk}",
+        ),
         ("bytes restored", tiers_text(run.restored[0].bytes_by_tier) if run.restored else "none"),
-        ("time lost", f"{_text(took['lost'])}, of which Ray's restart {_text(took['restart'])}, memstore connect + get "
-         f"{ours}"),
+        (
+            "time lost",
+            f"{_text(took['lost'])}, of which Ray's restart {_text(took['restart'])}, memstore connect + get {ours}",
+        ),
         ("detected", f"{_text(took['detect'], 2)} after the kill, while Ray restarts the workers"),
-    ]  # fmt: skip
+    ]
     if outcome.in_place is not None:
         rows.append(("time lost in place", _in_place_text(took["lost"], seconds(outcome.in_place))))
     lines = [f"  {name:<22}{value}" for name, value in rows]
@@ -100,23 +104,33 @@ def verdict(outcome: DemoOutcome) -> str:
 def as_dict(outcome: DemoOutcome, plot: str) -> dict[str, Any]:
     """Return the object that `memstore demo --json` prints."""
     return {
-        "ok": outcome.is_ok, "steps": outcome.options.steps, "restore": outcome.options.is_restoring,
+        "ok": outcome.is_ok,
+        "steps": outcome.options.steps,
+        "restore": outcome.options.is_restoring,
         "demo": _run_dict(outcome.disturbed),
         "in_place": _run_dict(outcome.in_place) if outcome.in_place is not None else None,
         "control": _run_dict(outcome.control) if outcome.control is not None else None,
-        "control_failed": outcome.control_failed, "seconds_total": outcome.total_s, "plot": plot,
-    }  # fmt: skip
+        "control_failed": outcome.control_failed,
+        "seconds_total": outcome.total_s,
+        "plot": plot,
+    }
 
 
 def _run_dict(lost: LostHostRun) -> dict[str, Any]:
     got = lost.run.restored[0] if lost.run.restored else None
     return {
-        "kill": asdict(lost.kill), "lost": lost.done, "detected_by": lost.detect_why,
-        "step_committed": committed_step(lost.run, lost.kill), "step_restored": got.step if got is not None else None,
-        "verdict": got.verdict if got is not None else None, "bytes": got.bytes_by_tier if got is not None else {},
-        "ranks_moved": list(got.ranks_moved) if got is not None else [], "steps_redone": steps_redone(lost.run),
-        "seconds": seconds(lost), "checks": [asdict(check) for check in lost.checks],
-    }  # fmt: skip
+        "kill": asdict(lost.kill),
+        "lost": lost.done,
+        "detected_by": lost.detect_why,
+        "step_committed": committed_step(lost.run, lost.kill),
+        "step_restored": got.step if got is not None else None,
+        "verdict": got.verdict if got is not None else None,
+        "bytes": got.bytes_by_tier if got is not None else {},
+        "ranks_moved": list(got.ranks_moved) if got is not None else [],
+        "steps_redone": steps_redone(lost.run),
+        "seconds": seconds(lost),
+        "checks": [asdict(check) for check in lost.checks],
+    }
 
 
 def draw(outcome: DemoOutcome, path: Path) -> None:
@@ -145,9 +159,14 @@ def draw(outcome: DemoOutcome, path: Path) -> None:
     text = f"step {run.restored[0].step} restored" if run.restored else "nothing restored"
     by_step.axvline(committed + 0.5, color="gray", linestyle="--", linewidth=1)
     by_step.annotate(
-        f"{lost.kill.host} killed with its memory\n{text}", (committed + 0.5, 0.93), (6, 0),
-        xycoords=("data", "axes fraction"), textcoords="offset points", va="top", fontsize=9,
-    )  # fmt: skip
+        f"{lost.kill.host} killed with its memory\n{text}",
+        (committed + 0.5, 0.93),
+        (6, 0),
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        va="top",
+        fontsize=9,
+    )
     by_step.set(xlabel="step", ylabel="loss (nats per character)", title="Losses by step: one curve on the other")
     by_time.axvline(killed_s, color="gray", linestyle="--", linewidth=1, label="kill")
     if run.restored:

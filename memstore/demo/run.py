@@ -120,9 +120,16 @@ class Demo:
         self.site, self.options, self.print_line = site, options, print_line
 
     def lose_host(
-        self, job: str, choice: HostChoice, undisturbed: RunRecord, *, steps: int, kill_after: int,
-        is_restoring: bool = True, is_in_place: bool = False,
-    ) -> LostHostRun:  # fmt: skip
+        self,
+        job: str,
+        choice: HostChoice,
+        undisturbed: RunRecord,
+        *,
+        steps: int,
+        kill_after: int,
+        is_restoring: bool = True,
+        is_in_place: bool = False,
+    ) -> LostHostRun:
         """Train, and lose the victim on the way; return the run with its checks."""
         watcher = self.watcher(job, steps, choice.victim, kill_after)
         run = self.fit(watcher, choice, is_restoring=is_restoring, is_in_place=is_in_place)
@@ -136,9 +143,13 @@ class Demo:
         return DemoWatcher(self.site, job, self.options.folder / job, steps, self.print_line, victim, kill_after)
 
     def fit(
-        self, watcher: DemoWatcher, choice: HostChoice | None = None, *, is_restoring: bool = True,
+        self,
+        watcher: DemoWatcher,
+        choice: HostChoice | None = None,
+        *,
+        is_restoring: bool = True,
         is_in_place: bool = False,
-    ) -> RunRecord:  # fmt: skip
+    ) -> RunRecord:
         """Train one job under Ray Train to its end, with restarts; return the records of its ranks."""
         job, journal, options = watcher.job, watcher.journal, self.options
         journal.mkdir(parents=True)
@@ -150,13 +161,15 @@ class Demo:
             train_loop_config={"settings": settings},
             torch_config=(InPlaceTorchConfig if is_in_place else TorchConfig)(backend="gloo"),
             scaling_config=ScalingConfig(
-                num_workers=len(HOSTS), resources_per_worker={"CPU": 1}, placement_strategy="SPREAD",
+                num_workers=len(HOSTS),
+                resources_per_worker={"CPU": 1},
+                placement_strategy="SPREAD",
                 label_selector=choice.selectors if choice is not None and not is_in_place else None,
             ),
             run_config=RunConfig(
                 name=job, storage_path=str(options.folder / "ray"), failure_config=FailureConfig(max_failures=2)
             ),
-        )  # fmt: skip
+        )
         watcher.start()
         try:
             trainer.fit()
@@ -190,17 +203,30 @@ def run_demo(options: DemoOptions, print_line: PrintLine) -> DemoOutcome:
             f"{choice.partner}, so that the bytes have to cross the wire;\n"
             f"          repair waits {REPAIR_AFTER_S:g} s after a death, so that it does not bring them before"
         )
-        disturbed = demo.lose_host("demo", choice, undisturbed, steps=options.steps, kill_after=options.kill_after,
-                                   is_restoring=options.is_restoring)  # fmt: skip
+        disturbed = demo.lose_host(
+            "demo",
+            choice,
+            undisturbed,
+            steps=options.steps,
+            kill_after=options.kill_after,
+            is_restoring=options.is_restoring,
+        )
         in_place = control = None
         if options.has_in_place and options.is_restoring:
             print_line("[inplace] the same loss once more, in place: the other ranks keep their processes")
             site.heal()
-            in_place = demo.lose_host("in-place", choice, undisturbed, steps=options.steps,
-                                      kill_after=options.kill_after, is_in_place=True)  # fmt: skip
+            in_place = demo.lose_host(
+                "in-place", choice, undisturbed, steps=options.steps, kill_after=options.kill_after, is_in_place=True
+            )
         if options.has_control and options.is_restoring:
             print_line("[control] the same with restore switched off, a few steps only: the checks must fail")
             site.heal()
-            control = demo.lose_host("control", choice, undisturbed, steps=options.control_steps,
-                                     kill_after=options.control_kill_after, is_restoring=False)  # fmt: skip
+            control = demo.lose_host(
+                "control",
+                choice,
+                undisturbed,
+                steps=options.control_steps,
+                kill_after=options.control_kill_after,
+                is_restoring=False,
+            )
     return DemoOutcome(options, undisturbed, disturbed, in_place, control, time.monotonic() - started_s)

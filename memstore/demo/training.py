@@ -76,9 +76,11 @@ class CharTransformer(nn.Module):
         self.tokens = nn.Embedding(size.vocabulary, size.width)
         self.positions = nn.Parameter(torch.randn(size.context, size.width) * 0.02)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(size.width, size.heads, 4 * size.width, 0.0, "gelu", batch_first=True,
-                                       norm_first=True) for _ in range(size.layers)
-        )  # fmt: skip
+            nn.TransformerEncoderLayer(
+                size.width, size.heads, 4 * size.width, 0.0, "gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(size.layers)
+        )
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, size.vocabulary)
 
@@ -149,10 +151,22 @@ def train(settings: dict[str, Any]) -> None:
         got = store.get(into=state) if s.is_restoring else None
         if got is not None:
             took_s = time.perf_counter() - started_s
-            write(s.journal, RestoredRecord(
-                store.attempt, rank, got.step, got.nbytes, got.source, got.steps_lost, got.ranks_moved,
-                got.bytes_by_tier, got.seconds_by_phase, took_s, time.time(),
-            ))  # fmt: skip
+            write(
+                s.journal,
+                RestoredRecord(
+                    store.attempt,
+                    rank,
+                    got.step,
+                    got.nbytes,
+                    got.source,
+                    got.steps_lost,
+                    got.ranks_moved,
+                    got.bytes_by_tier,
+                    got.seconds_by_phase,
+                    took_s,
+                    time.time(),
+                ),
+            )
         for step in range(got.step + 1 if got else 0, s.steps):
             loss = train_step(model, optimizer, batches.draw(step, rank))
             tickets.append(store.put(step, state))

@@ -25,9 +25,15 @@ class DemoWatcher(KeptUp):
     """The thread of one training run; it kills `victim`, if there is one, when step `kill_after` is committed."""
 
     def __init__(
-        self, site: EmbeddedSite, job: str, journal: Path, steps: int, print_line: PrintLine, victim: str = "",
+        self,
+        site: EmbeddedSite,
+        job: str,
+        journal: Path,
+        steps: int,
+        print_line: PrintLine,
+        victim: str = "",
         kill_after: int = -1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.site, self.job, self.journal, self.steps, self.print_line = site, job, journal, steps, print_line
         self.victim, self.kill_after = victim, kill_after

@@ -33,9 +33,15 @@ FILE_BYTES = 5 * 10**9  # of tensors in a safetensors file, as the hub's are
 
 
 def export_step(
-    reader: Reader, step: int | None, target: Path, format: str, *, rank: int | None = None,
-    attempt: int | None = None, prefix: str = "",
-) -> dict[str, Any]:  # fmt: skip
+    reader: Reader,
+    step: int | None,
+    target: Path,
+    format: str,
+    *,
+    rank: int | None = None,
+    attempt: int | None = None,
+    prefix: str = "",
+) -> dict[str, Any]:
     """Write a step (None: the newest) into the folder `target`, which must not exist; return its note.
 
     Args:
@@ -93,7 +99,7 @@ def write_dcp(ranges: ShardRanges, step: int, rank: int | None, folder: Path) ->
 
 def _copy_dcp_step(
     ranges: ShardRanges, step: int, rank: int | None, writer: FileSystemWriter
-) -> tuple[Metadata, list[WriteResult]]:  # fmt: skip
+) -> tuple[Metadata, list[WriteResult]]:
     reader = DcpReader(ranges, step)
     metadata = reader.read_metadata(**({} if rank is None else {"rank": rank}))
     cut = list(batches(items_of(metadata), lambda item: item[2], BATCH_BYTES))
@@ -184,8 +190,10 @@ def new_folder(target: Path) -> Iterator[Path]:
     except OSError as error:
         raise ConfigError(
             f"{target} cannot be written: {error.strerror or error}. Name a new folder in a place that this user may "
-            "write, on a file system with room", field="DIR", value=str(target),
-        ) from error  # fmt: skip
+            "write, on a file system with room",
+            field="DIR",
+            value=str(target),
+        ) from error
 
 
 def _sync(path: Path) -> None:

@@ -42,8 +42,9 @@ def import_job(job: str, folder: Path, *, config: Config, step: int | None = Non
     step = check_whole("step", _step_of(folder) if step is None else step)
     exists = ConfigError(
         f"job {job!r} exists: import under another name, or {config.commands(f'`memstore rm {job}` first')}, with "
-        "another --durable if durable storage has its steps", field="JOB",
-    )  # fmt: skip
+        "another --durable if durable storage has its steps",
+        field="JOB",
+    )
     with any_tool(config) as tool:
         if any(row.job == job and row.attempt is not None for row in tool.ask(AskStatus()).jobs):
             raise exists
@@ -60,9 +61,7 @@ def import_job(job: str, folder: Path, *, config: Config, step: int | None = Non
             writer.finish(found, [write_items(writer, plan, found, values)])
             [info], ticket = store.steps(), writer.ticket
             assert ticket is not None
-            return {
-                "job": job, "step": step, "nbytes": ticket.nbytes, "level": ticket.level, "degraded": info.degraded
-            }  # fmt: skip
+            return {"job": job, "step": step, "nbytes": ticket.nbytes, "level": ticket.level, "degraded": info.degraded}
     except BaseException as error:
         if is_ours and not isinstance(error, FencedError):  # a fenced import has no job to remove: it is another's now
             with contextlib.suppress(MemstoreError), any_tool(config) as tool:
@@ -81,15 +80,21 @@ def _step_of(folder: Path) -> int:
 
 _CLASSES = {
     metadata: (
-        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+        "Metadata",
+        "MetadataIndex",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
     ),
     filesystem: ("_StorageInfo",),
     torch: ("Size",),
     torch.serialization: ("_get_layout",),
     collections: ("OrderedDict",),
     pathlib: ("PosixPath",),
-}  # fmt: skip
+}
 _ALLOWED = {(module.__name__, name): getattr(module, name) for module, names in _CLASSES.items() for name in names}
 _ALLOWED |= {("pathlib._local", "PosixPath"): pathlib.PosixPath}  # its name in Python 3.13
 

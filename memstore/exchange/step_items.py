@@ -79,9 +79,7 @@ def read_items(reader: StorageReader, metadata: Metadata, wanted: Sequence[Item]
     return values
 
 
-def write_items(
-    writer: StorageWriter, plan: planner.SavePlan, metadata: Metadata, values: Values
-) -> list[WriteResult]:  # fmt: skip
+def write_items(writer: StorageWriter, plan: planner.SavePlan, metadata: Metadata, values: Values) -> list[WriteResult]:
     """Write items of a checkpoint under a plan of the writer's that has none yet."""
     entries: dict[str, Any] = metadata.state_dict_metadata
     items = []
@@ -137,7 +135,7 @@ class _RankState(StateBuild):
 
 def write_put_step(
     ranges: ShardRanges, step: int, ranks: Sequence[int], writer: StorageWriter
-) -> tuple[Metadata, list[WriteResult], list[str]]:  # fmt: skip
+) -> tuple[Metadata, list[WriteResult], list[str]]:
     """Write every item once; return metadata and results for the writer's `finish`, and the names that differ by rank.
 
     Raises:

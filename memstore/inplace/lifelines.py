@@ -48,8 +48,10 @@ class End(Enum):
     def silent_s(self, hang_after_s: float) -> float:
         """Return for how long nothing came from a rank before it counted as lost."""
         silent_s = {
-            End.FROZEN: hang_after_s, End.SILENT: hang_after_s * (SILENT_SHARE + AGAIN_SHARE), End.BROKEN: UNWATCHED_S
-        }  # fmt: skip
+            End.FROZEN: hang_after_s,
+            End.SILENT: hang_after_s * (SILENT_SHARE + AGAIN_SHARE),
+            End.BROKEN: UNWATCHED_S,
+        }
         return silent_s.get(self, 0.0)
 
 

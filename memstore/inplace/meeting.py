@@ -268,9 +268,14 @@ class Meeting:
         """
         place = self.place
         coming = Coming(
-            self.board, rank=place.rank, life=place.life, world_size=place.world_size, after=after,
-            meet_s=place.meet_s, now=time.monotonic(),
-        )  # fmt: skip
+            self.board,
+            rank=place.rank,
+            life=place.life,
+            world_size=place.world_size,
+            after=after,
+            meet_s=place.meet_s,
+            now=time.monotonic(),
+        )
         while (number := coming.look(time.monotonic())) is None:
             time.sleep(LOOK_S)
         return number

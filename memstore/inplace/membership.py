@@ -320,12 +320,14 @@ def in_place_of(
         made_s: When their process group was made.
     """
     return InPlace(
-        generation=generation, losses=losses,
+        generation=generation,
+        losses=losses,
         detect_s=None if leaving is None else leaving.detect_s,
         abort_s=None if leaving is None else leaving.end_s - leaving.over_s,
         replace_s=None if leaving is None else met_s - leaving.end_s,
-        meet_s=made_s - met_s, build_s=0.0,
-    )  # fmt: skip
+        meet_s=made_s - met_s,
+        build_s=0.0,
+    )
 
 
 def met_text(entered: InPlace, before: int) -> str:
@@ -341,9 +343,11 @@ def met_text(entered: InPlace, before: int) -> str:
     whys = ", ".join(sorted({CAUSES[loss.cause] for loss in losses}))
     who = f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)} {'were' if len(ranks) > 1 else 'was'} replaced ({whys})"
     measured = {
-        "detect": None if entered.detect_s is None else max(silent_s, entered.detect_s), "abort": entered.abort_s,
-        "replace": entered.replace_s, "meet": entered.meet_s,
-    }  # fmt: skip
+        "detect": None if entered.detect_s is None else max(silent_s, entered.detect_s),
+        "abort": entered.abort_s,
+        "replace": entered.replace_s,
+        "meet": entered.meet_s,
+    }
     took_s = {phase: value_s for phase, value_s in measured.items() if value_s is not None}
     return f"generation {entered.generation}: {who if losses else 'it begins'}; all met: {phases_text(took_s)}"
 

@@ -82,4 +82,4 @@ NAMES = {
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "_comm_hooks"): "registered again",
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "_use_python_reducer"): "its hooks would stay",
     ("torch.amp", "GradScaler", "_per_optimizer_states"): "stages of a step that broke off, forgotten",
-}  # fmt: skip
+}

@@ -47,10 +47,18 @@ class InPlaceGroup:
     """
 
     def __init__(
-        self, world_size: int, *, actor_options: Mapping[str, Any] | None = None, backend: str = "gloo",
-        spares: int = 0, hang_after_s: float | None = 3.0, max_losses: int = 20, leave_s: float = 60.0,
-        meet_s: float = 300.0, collective_timeout_s: float = 600.0,
-    ) -> None:  # fmt: skip
+        self,
+        world_size: int,
+        *,
+        actor_options: Mapping[str, Any] | None = None,
+        backend: str = "gloo",
+        spares: int = 0,
+        hang_after_s: float | None = 3.0,
+        max_losses: int = 20,
+        leave_s: float = 60.0,
+        meet_s: float = 300.0,
+        collective_timeout_s: float = 600.0,
+    ) -> None:
         self.world_size = check_whole("world_size", world_size, low=1)
         self.spares_count = check_whole("spares", spares)
         self._options = {"num_cpus": 1, **(actor_options or {}), "max_restarts": 0}
@@ -76,12 +84,21 @@ class InPlaceGroup:
     def place(self, server: MeetingServer, rank: int, *, is_spare: bool) -> MeetingPlace:
         """Return what a new process of a rank needs to find the others."""
         return MeetingPlace(
-            address=ray.util.get_node_ip_address(), port=server.port, run=server.run, rank=rank,
-            life=server.register(rank, is_spare=is_spare), first=server.generation + 1, world_size=self.world_size,
-            launcher=f"ray-job:{ray.get_runtime_context().get_job_id()}", backend=self._backend,
-            collective_timeout_s=self._collective_timeout_s, meet_s=self.meet_s, leave_s=self._leave_s,
-            lifeline_port=server.lifeline_port, hang_after_s=self.hang_after_s,
-        )  # fmt: skip
+            address=ray.util.get_node_ip_address(),
+            port=server.port,
+            run=server.run,
+            rank=rank,
+            life=server.register(rank, is_spare=is_spare),
+            first=server.generation + 1,
+            world_size=self.world_size,
+            launcher=f"ray-job:{ray.get_runtime_context().get_job_id()}",
+            backend=self._backend,
+            collective_timeout_s=self._collective_timeout_s,
+            meet_s=self.meet_s,
+            leave_s=self._leave_s,
+            lifeline_port=server.lifeline_port,
+            hang_after_s=self.hang_after_s,
+        )
 
     def no_room_text(self, rank: int) -> str:
         """Return why a rank cannot begin."""

@@ -220,9 +220,12 @@ class _Reentry:
         store = connect(place)
         self.sockets.take_store(place.port)
         dist.init_process_group(
-            place.backend, store=dist.PrefixStore(f"g{number}", store), rank=place.rank,
-            world_size=place.world_size, timeout=timedelta(seconds=place.collective_timeout_s),
-        )  # fmt: skip
+            place.backend,
+            store=dist.PrefixStore(f"g{number}", store),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=place.collective_timeout_s),
+        )
         if watcher.has_nccl():
             watcher.make_communicator(place.gpu)
         self.sockets.made()
@@ -233,9 +236,13 @@ class _Reentry:
         """Return what connect() is to know of a generation that has met and made its process group."""
         place, now = self.place, time.monotonic()
         launch = Launch(
-            place.rank, place.world_size, generation_key(place.run, number), place.launcher, IN_PLACE,
+            place.rank,
+            place.world_size,
+            generation_key(place.run, number),
+            place.launcher,
+            IN_PLACE,
             may_be_loss=may_be_loss,
-        )  # fmt: skip
+        )
         if number == 0:
             return launch
         losses = self.meeting.losses(number) if place.rank == 0 else ()
@@ -293,9 +300,11 @@ class _Reentry:
                 return False
             if inquiry is not None and (absent := inquiry.look(time.monotonic())) is not None:
                 log.warning(
-                    "memstore: rank %d: a collective timed out; of %d ranks these wait in none: %s", self.place.rank,
-                    self.place.world_size, listed(absent) or "none",
-                )  # fmt: skip
+                    "memstore: rank %d: a collective timed out; of %d ranks these wait in none: %s",
+                    self.place.rank,
+                    self.place.world_size,
+                    listed(absent) or "none",
+                )
                 inquiry = None
             time.sleep(LOOK_S)
         return True
@@ -321,9 +330,14 @@ def _forget_groups() -> None:
     """
     world = c10d._world
     for table in (
-        world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag,
-        world.tags_to_pg, world.pg_coalesce_state,
-    ):  # fmt: skip
+        world.pg_map,
+        world.pg_names,
+        world.pg_group_ranks,
+        world.pg_backend_config,
+        world.pg_to_tag,
+        world.tags_to_pg,
+        world.pg_coalesce_state,
+    ):
         table.clear()
     c10d._update_default_pg(None)
     c10d._unregister_all_process_groups()

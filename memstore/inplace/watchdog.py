@@ -69,9 +69,7 @@ def probe(line: socket.socket, timeout_ms: int) -> None:
 class Watchdog:
     """Watches the process that started it, until that ends or beats for the last time."""
 
-    def __init__(
-        self, pid: int, address: str, port: int, run: str, rank: int, life: int, hang_after_s: float
-    ) -> None:  # fmt: skip
+    def __init__(self, pid: int, address: str, port: int, run: str, rank: int, life: int, hang_after_s: float) -> None:
         self._pid = pid
         self._to, self._rank = (address, port), rank
         self._hello = hello_line(run, rank, life)

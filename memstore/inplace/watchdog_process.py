@@ -78,8 +78,10 @@ class WatchdogProcess:
             # is closed, and a process that another thread forks meanwhile, such as a data loader's, keeps that open.
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", watchdog.__file__, str(os.getpid()), *map(str, arguments)],
-                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, close_fds=False,
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                close_fds=False,
+            )
         except OSError as exc:
             log.warning("memstore: no watchdog for rank %d can be started: %s", place.rank, exc)
             self._starts_left = 0

@@ -125,8 +125,11 @@ class Watcher:
         place = self._meeting.place
         log.critical(
             "memstore: rank %d has not left generation %d, which is over, for %g s: its process is killed and "
-            "replaced. What its threads were doing follows.", place.rank, generation, place.leave_s,
-        )  # fmt: skip
+            "replaced. What its threads were doing follows.",
+            place.rank,
+            generation,
+            place.leave_s,
+        )
         try:
             faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
         finally:

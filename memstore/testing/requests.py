@@ -17,9 +17,17 @@ from memstore.core.wire.replies import Events, NothingStored, Status
 
 KINDS: Mapping[str, Any] = {tag_of(kind): kind for kind in get_args(RankCall)}
 UNSAID: Mapping[str, Any] = {
-    "limit_s": 20.0, "timeout_s": 600.0, "within_s": 60.0, "shard": None, "shards": None, "fresh": False,
-    "takeover": False, "is_failed": False, "why": "no room", "job": None,
-}  # fmt: skip
+    "limit_s": 20.0,
+    "timeout_s": 600.0,
+    "within_s": 60.0,
+    "shard": None,
+    "shards": None,
+    "fresh": False,
+    "takeover": False,
+    "is_failed": False,
+    "why": "no room",
+    "job": None,
+}
 
 
 def request_of(tag: str, who: Mapping[str, Any], **said: Any) -> RankCall:

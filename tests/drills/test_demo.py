@@ -92,11 +92,17 @@ def test_a_lost_host_costs_nothing(tmp_path: Path) -> None:
     assert body["demo"]["bytes"]["peer"] > 0
     assert body["demo"]["bytes"]["durable"] == 0
     assert {check["name"]: check["is_ok"] for check in body["demo"]["checks"]} == {
-        "resumed": True, "nothing-redone": True, "from-peer": True, "same-losses": True,
-    }  # fmt: skip
+        "resumed": True,
+        "nothing-redone": True,
+        "from-peer": True,
+        "same-losses": True,
+    }
     assert {check["name"]: check["is_ok"] for check in body["in_place"]["checks"]} == {
-        "resumed": True, "nothing-redone": True, "processes-kept": True, "same-losses": True,
-    }  # fmt: skip
+        "resumed": True,
+        "nothing-redone": True,
+        "processes-kept": True,
+        "same-losses": True,
+    }
     assert body["in_place"]["seconds"]["lost"] > 0
     assert plot.stat().st_size > 10_000
     for line in ("[kill]", "[detect]", "[restore]", "[inplace]"):

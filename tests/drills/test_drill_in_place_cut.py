@@ -15,9 +15,12 @@ from memstore.testing.clusters.namespaces import NamespaceRig, available
 
 NO_NAMESPACES = available()
 pytestmark = [
-    pytest.mark.ray, pytest.mark.drill, pytest.mark.long, pytest.mark.timeout(600),
+    pytest.mark.ray,
+    pytest.mark.drill,
+    pytest.mark.long,
+    pytest.mark.timeout(600),
     pytest.mark.skipif(NO_NAMESPACES is not None, reason=str(NO_NAMESPACES)),
-]  # fmt: skip
+]
 RANKS = 4
 
 

@@ -66,9 +66,13 @@ def test_a_suite_without_root_skips_them_with_the_reason(no_root: None) -> None:
     """They are listed as not played, each with the reason, and none as passed; nothing played is no pass."""
     problems = {NAMESPACES: str(site_options.place_problem(NAMESPACES))}
     suite = Suite(
-        {EMBEDDED: lambda: pytest.fail("no cluster is needed")}, Options(seed=7), durable=None, timeout_s=60.0,
-        print_line=lambda line: None, problems=problems,
-    )  # fmt: skip
+        {EMBEDDED: lambda: pytest.fail("no cluster is needed")},
+        Options(seed=7),
+        durable=None,
+        timeout_s=60.0,
+        print_line=lambda line: None,
+        problems=problems,
+    )
     result = suite.run([Play(DRILLS[name]) for name in NETWORK])
     assert result.drills == []
     assert [row["drill"] for row in result.skipped] == NETWORK
@@ -107,9 +111,12 @@ class TestOnNamespaces:
     """One cluster of four hosts in namespaces for the drills below."""
 
     pytestmark: ClassVar[list[Any]] = [
-        pytest.mark.root, pytest.mark.drill, pytest.mark.slow, pytest.mark.timeout(600),
+        pytest.mark.root,
+        pytest.mark.drill,
+        pytest.mark.slow,
+        pytest.mark.timeout(600),
         pytest.mark.skipif(namespaces.available() is not None, reason=str(namespaces.available())),
-    ]  # fmt: skip
+    ]
 
     def play(self, site: NamespacesSite, name: str, **options: Any) -> Report:
         """Run a drill with small states."""

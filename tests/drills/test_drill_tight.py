@@ -197,9 +197,17 @@ def test_a_suite_has_one_ray_cluster_at_a_time_and_measures_memory_again(monkeyp
     result = suite.run([Play(find(name)) for name in names])
     assert [row["outcome"] for row in result.drills] == [PASS] * 5
     assert log == [
-        "open namespaces", "open embedded", "close embedded", "open tight", "close tight", "open tight",
-        "close tight", "open embedded", "close namespaces", "close embedded",
-    ]  # fmt: skip
+        "open namespaces",
+        "open embedded",
+        "close embedded",
+        "open tight",
+        "close tight",
+        "open tight",
+        "close tight",
+        "open embedded",
+        "close namespaces",
+        "close embedded",
+    ]
 
 
 # -- real plays -------------------------------------------------------------------------------
@@ -216,9 +224,13 @@ class TestOnATightCluster:
     """Each drill for real; the one of a slow durable directory needs no more than any cluster has."""
 
     pytestmark: ClassVar[list[Any]] = [
-        *needs_mounts, pytest.mark.ray, pytest.mark.drill, pytest.mark.long, pytest.mark.alone,
+        *needs_mounts,
+        pytest.mark.ray,
+        pytest.mark.drill,
+        pytest.mark.long,
+        pytest.mark.alone,
         pytest.mark.timeout(600),
-    ]  # fmt: skip
+    ]
 
     @pytest.mark.parametrize("name", [*TIGHT_DRILLS, "durable-slow"])
     def test_training_goes_on_through_it(self, site: TightSite, name: str, tmp_path: Path) -> None:

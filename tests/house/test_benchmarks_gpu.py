@@ -48,9 +48,14 @@ def run(folder: Path, *arguments: str) -> str:
     """Run Python on a bare machine without a GPU; return what it printed."""
     (folder / "sitecustomize.py").write_text(BARE_MACHINE)
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False,
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
         env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 

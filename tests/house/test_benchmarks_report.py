@@ -82,10 +82,19 @@ def test_a_page_without_a_place_for_the_results_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("value", "unit", "shown"),
-    [(0.25, "s", "250 ms"), (1.2199, "s", "1.22 s"), (12.34, "s", "12.3 s"), (2e-5, "s", "20 µs"),
-     (1 << 21, "bytes", "2 MiB"), (0.0, "bytes", "0 B"), (0.42, "percent", "0.42 %"), (11.7, "percent", "12 %"),
-     (0, "count", "0"), (1.1, "", "1.10")],
-)  # fmt: skip
+    [
+        (0.25, "s", "250 ms"),
+        (1.2199, "s", "1.22 s"),
+        (12.34, "s", "12.3 s"),
+        (2e-5, "s", "20 µs"),
+        (1 << 21, "bytes", "2 MiB"),
+        (0.0, "bytes", "0 B"),
+        (0.42, "percent", "0.42 %"),
+        (11.7, "percent", "12 %"),
+        (0, "count", "0"),
+        (1.1, "", "1.10"),
+    ],
+)
 def test_a_figure_is_shown_in_its_unit(value: float, unit: str, shown: str) -> None:
     """As a person would write it."""
     assert __main__.amount(value, unit) == shown

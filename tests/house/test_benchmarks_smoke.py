@@ -88,9 +88,13 @@ def test_rays_object_store_is_measured_in_the_same_rounds(tmp_path: Path, monkey
     (record,) = main([*SMALL, "--only", "replicate", "--hosts", "shared", "--out", str(tmp_path)])
     assert seen.count("Ray's object") == 1 + Options().warmups
     assert [r.name for r in record.ratios] == [
-        "speed / raw TCP", "speed / the floor", "the floor's speed / raw TCP", "CPU seconds / the floor's",
-        "speed / Ray put and fetch", "speed / Ray fetch alone",
-    ]  # fmt: skip
+        "speed / raw TCP",
+        "speed / the floor",
+        "the floor's speed / raw TCP",
+        "CPU seconds / the floor's",
+        "speed / Ray put and fetch",
+        "speed / Ray fetch alone",
+    ]
 
 
 CORES = """

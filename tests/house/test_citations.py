@@ -86,9 +86,15 @@ def test_every_link_leads_somewhere() -> None:
 
 @pytest.mark.parametrize(
     ("text", "missing"),
-    [("as it must be (R2, R2.1, D7)", set()), ("R99 says", {"R99"}), ("(R2.12)", {"R2.12"}), ("see R2.1.", set()),
-     ("D300 says", {"D300"}), ("DESIGN 5", {"DESIGN"})],
-)  # fmt: skip
+    [
+        ("as it must be (R2, R2.1, D7)", set()),
+        ("R99 says", {"R99"}),
+        ("(R2.12)", {"R2.12"}),
+        ("see R2.1.", set()),
+        ("D300 says", {"D300"}),
+        ("DESIGN 5", {"DESIGN"}),
+    ],
+)
 def test_a_citation_of_nothing_is_seen(text: str, missing: set[str]) -> None:
     """The check of citations accepts those that exist and names the others."""
     assert uncited(text, {"R2", "R2.1"}, {"D7"}) == missing

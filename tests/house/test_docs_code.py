@@ -160,9 +160,7 @@ def run_in_shell(words: list[str], folder: Path) -> None:
     assert (folder / "key").stat().st_size == 32
 
 
-PARSERS = {
-    "python": parse_python, "torchrun": parse_torchrun, "ray": parse_ray, "pip": parse_pip, "head": run_in_shell,
-}  # fmt: skip
+PARSERS = {"python": parse_python, "torchrun": parse_torchrun, "ray": parse_ray, "pip": parse_pip, "head": run_in_shell}
 PROGRAM = re.compile(r"(?:python|torchrun|ray|pip|head|git|docker|kubectl|curl|sudo|apt(?:-get)?|cd|export|prlimit) ")
 OTHERS = ("memstore ", "make ")  # tests/integration/cli/test_remedies.py; below
 

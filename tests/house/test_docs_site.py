@@ -40,8 +40,9 @@ def test_external_links_are_well_formed() -> None:
     found = {str(page.relative_to(ROOT)): malformed(page.read_text(encoding="utf-8")) for page in tracked(".md")}
     assert {page: links for page, links in found.items() if links} == {}
     assert malformed("[a](http://example.org/x), https://example.org, https://nowhere/x") == [
-        "http://example.org/x", "https://nowhere/x",
-    ]  # fmt: skip
+        "http://example.org/x",
+        "https://nowhere/x",
+    ]
 
 
 def test_every_page_is_in_the_sites_menu() -> None:
@@ -114,9 +115,21 @@ def page_of(place: str) -> Any:
 
 # Public members that no page names and a user may want all the same.
 BESIDES = {
-    "is_over", "fraction", "has_failed", "is_ready", "shared_shard", "to_dict", "on_exception", "on_fit_start",
-    "find_latest", "on_train_batch_end", "on_train_start", "on_step_end", "on_train_begin", "teardown",
-}  # fmt: skip
+    "is_over",
+    "fraction",
+    "has_failed",
+    "is_ready",
+    "shared_shard",
+    "to_dict",
+    "on_exception",
+    "on_fit_start",
+    "find_latest",
+    "on_train_batch_end",
+    "on_train_start",
+    "on_step_end",
+    "on_train_begin",
+    "teardown",
+}
 
 
 def members(target: str) -> set[str]:

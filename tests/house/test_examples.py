@@ -77,8 +77,8 @@ def check_goes_on(cluster: EmbeddedCluster, tmp_path: Path, job: str, command: l
     env = environment(cluster, tmp_path)
     with (tmp_path / "first").open("wb") as out:
         launch = subprocess.Popen(
-            [*command, "--steps", "100000"], env=env, cwd=EXAMPLES.parent, stdout=out, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            [*command, "--steps", "100000"], env=env, cwd=EXAMPLES.parent, stdout=out, stderr=subprocess.STDOUT
+        )
     try:
         reported = wait_committed(cluster, job, 20, launch)
     finally:

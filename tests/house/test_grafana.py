@@ -81,8 +81,10 @@ def test_the_dashboard_can_be_imported() -> None:
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken = [
         (panel["gridPos"]["x"] + x, panel["gridPos"]["y"] + y)
-        for panel in panels for x in range(panel["gridPos"]["w"]) for y in range(panel["gridPos"]["h"])
-    ]  # fmt: skip
+        for panel in panels
+        for x in range(panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["h"])
+    ]
     assert len(taken) == len(set(taken))
     assert max(x for x, _ in taken) < 24
     assert DASHBOARD["schemaVersion"] >= 39

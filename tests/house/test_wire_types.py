@@ -123,8 +123,7 @@ def test_each_exception_is_needed() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ['body["step"]', 'reply.get("step")', 'self.status["jobs"]', '"error" in answer', 'request.pop("k", None)'],
+    "text", ['body["step"]', 'reply.get("step")', 'self.status["jobs"]', '"error" in answer', 'request.pop("k", None)']
 )
 def test_each_way_to_read_a_key_is_found(text: str) -> None:
     """And no index, no attribute, and no other name."""

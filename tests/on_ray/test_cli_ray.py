@@ -79,10 +79,7 @@ def test_down_while_a_holder_is_being_started_leaves_none() -> None:
         named = [str(actor["name"]) for actor in ray.util.list_named_actors(all_namespaces=True)]
         return [name for name in named if name.startswith(f"memstore-{config.store}-") and "controller" not in name]
 
-    with (
-        EmbeddedCluster({"h1": {}, "h2": {}}, config=config, has_store=False),
-        ThreadPoolExecutor(1) as thread,
-    ):
+    with EmbeddedCluster({"h1": {}, "h2": {}}, config=config, has_store=False), ThreadPoolExecutor(1) as thread:
         up = thread.submit(memstore.start, config)
         wait_for(lambda: bool(holders()) or up.done(), "a holder's actor")
         result = CliRunner().invoke(main, ["down", "--discard", "--yes", "--store", config.store])
@@ -100,9 +97,11 @@ def test_what_ray_says_of_a_lost_host_is_not_among_the_data(tmp_path: Path) -> N
         freeze(controller)  # so that the command waits, connected to Ray
         away = ["--store", cluster.config.store, "--arena-dir", str(tmp_path), "--address", cluster.address]
         with subprocess.Popen(
-            [sys.executable, "-m", "memstore.cli", "status", "--json", *away], stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True,
-        ) as command:  # fmt: skip
+            [sys.executable, "-m", "memstore.cli", "status", "--json", *away],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as command:
             wait_for(lambda: len(ray._private.state.jobs()) > jobs or command.poll() is not None, "the command on Ray")
             cluster.lose_host("h2")
             assert command.stderr is not None

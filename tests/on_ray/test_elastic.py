@@ -30,11 +30,23 @@ class Run:
 
     def __init__(self, cluster: EmbeddedCluster, tmp_path: Path) -> None:
         own = {
-            "RAY_ADDRESS": cluster.address, "HOME": str(tmp_path), "PYTHONUNBUFFERED": "1", "RAY_DEDUP_LOGS": "0",
-            "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "5",
-        }  # fmt: skip
-        command = [sys.executable, str(EXAMPLE), "--store", cluster.config.store, "--steps", "100000",
-                   "--look-every-s", "2"]  # fmt: skip
+            "RAY_ADDRESS": cluster.address,
+            "HOME": str(tmp_path),
+            "PYTHONUNBUFFERED": "1",
+            "RAY_DEDUP_LOGS": "0",
+            "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+            "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "5",
+        }
+        command = [
+            sys.executable,
+            str(EXAMPLE),
+            "--store",
+            cluster.config.store,
+            "--steps",
+            "100000",
+            "--look-every-s",
+            "2",
+        ]
         self.process = subprocess.Popen(
             command, env={**os.environ, **own}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )

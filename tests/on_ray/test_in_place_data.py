@@ -11,14 +11,7 @@ ray = pytest.importorskip("ray")
 
 from memstore.inplace.ray_actors import InPlaceGroup  # noqa: E402
 from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
-from memstore.testing.ranks.in_place_data_job import (  # noqa: E402
-    GLOBAL_BATCH,
-    LENGTH,
-    SEED,
-    STEPS,
-    IndexedSamples,
-    train,
-)
+from memstore.testing.ranks.in_place_data_job import GLOBAL_BATCH, LENGTH, SEED, STEPS, IndexedSamples, train  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 RANKS, EPOCH = 3, LENGTH // GLOBAL_BATCH  # batches in an epoch

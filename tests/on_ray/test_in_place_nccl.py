@@ -16,9 +16,12 @@ from memstore.testing.ranks import in_place_job, reuse_job  # noqa: E402
 from memstore.testing.ranks.shared_gpu import SharedGpu  # noqa: E402
 
 pytestmark = [
-    pytest.mark.ray, pytest.mark.gpu, pytest.mark.long, pytest.mark.timeout(600),
+    pytest.mark.ray,
+    pytest.mark.gpu,
+    pytest.mark.long,
+    pytest.mark.timeout(600),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]  # fmt: skip
+]
 RANKS = 3
 Faults = dict[tuple[int, int], str]
 

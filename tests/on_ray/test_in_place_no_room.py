@@ -16,13 +16,7 @@ from memstore.adapters.ray_train import InPlaceTorchConfig
 from memstore.testing.clusters.embedded import EmbeddedCluster
 from memstore.testing.clusters.processes import wait_for
 from memstore.testing.faults.processes import wait_gone, with_start_times
-from memstore.testing.ranks.in_place_job import (
-    STEPS,
-    Announced,
-    InPlaceRankEnd,
-    announced,
-    train_announced_worker,
-)
+from memstore.testing.ranks.in_place_job import STEPS, Announced, InPlaceRankEnd, announced, train_announced_worker
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
 MEET_S = 5.0
@@ -34,7 +28,7 @@ def fit(cluster: EmbeddedCluster, folder: Path, faults: list[tuple[int, int, str
     in_place = InPlaceTorchConfig(meet_s=MEET_S)
     return ray_train_in_place.fit(
         cluster, folder, faults, function, in_place, max_failures=5, placement="STRICT_SPREAD"
-    )  # fmt: skip
+    )
 
 
 def test_all_workers_start_again_once_there_is_room(
@@ -43,10 +37,7 @@ def test_all_workers_start_again_once_there_is_room(
     """The ranks that are left end `meet_s` after the loss; with another host all go on from the committed step."""
     for name, value in ray_train_in_place.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    with (
-        EmbeddedCluster({"h1": {}, "h2": {}, "h3": {}}, cpus_per_host=1) as cluster,
-        ThreadPoolExecutor(1) as thread,
-    ):
+    with EmbeddedCluster({"h1": {}, "h2": {}, "h3": {}}, cpus_per_host=1) as cluster, ThreadPoolExecutor(1) as thread:
         unbroken = fit(cluster, tmp_path_factory.mktemp("unbroken"), [])
         go, held = tmp_path / "go", tmp_path / "go.held"
         run = thread.submit(fit, cluster, tmp_path, [(0, 0, f"hold:{go}")])

@@ -108,9 +108,13 @@ def test_the_others_keep_their_processes_and_no_loss_changes(
     ids=["killed", "spare-killed-first", "two-killed"],
 )
 def test_a_spare_takes_the_place_of_a_lost_rank(
-    cluster: EmbeddedCluster, unbroken: list[dict[int, str]], tmp_path: Path, lost: list[int], kills_spares: bool,
+    cluster: EmbeddedCluster,
+    unbroken: list[dict[int, str]],
+    tmp_path: Path,
+    lost: list[int],
+    kills_spares: bool,
     by_spares: int,
-) -> None:  # fmt: skip
+) -> None:
     """Its process was there before the loss; without one a new process comes; none is left when the run is over."""
     faults = [(0, rank, "exit") for rank in lost]
     ends = fit(cluster, tmp_path, faults, 1, processes=RANKS + 1, kills_spares=kills_spares)

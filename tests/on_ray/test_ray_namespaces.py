@@ -32,9 +32,12 @@ def cluster() -> Iterator[EmbeddedCluster]:
     """A head on this machine's end of the rig, another host in a namespace."""
     with NamespaceRig(["h1"]) as rig:
         config = Config(
-            store=scratch_store_name("e"), arena_bytes=64 * MIB, chunk_bytes=64 << 10, interface=str(rig.network),
+            store=scratch_store_name("e"),
+            arena_bytes=64 * MIB,
+            chunk_bytes=64 << 10,
+            interface=str(rig.network),
             detect="fast",
-        )  # fmt: skip
+        )
         with EmbeddedCluster(HOSTS, cpus_per_host=3, config=config, rig=rig) as cluster:
             yield cluster
 

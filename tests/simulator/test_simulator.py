@@ -65,9 +65,14 @@ def test_a_seed_is_one_run(seed: int) -> None:
     here = {play(draw(seed)).fingerprint for _ in range(2)}
     for hash_seed in ("1", "2"):
         done = subprocess.run(
-            [sys.executable, "-m", "memstore.testing.simulator", "--seed", str(seed)], cwd=ROOT, capture_output=True,
-            text=True, timeout=120, env={**os.environ, "PYTHONHASHSEED": hash_seed}, check=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "memstore.testing.simulator", "--seed", str(seed)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            check=True,
+        )
         here.update(re.findall(r"^fingerprint (\w+),", done.stdout, re.MULTILINE))
     assert len(here) == 1
 
@@ -169,8 +174,9 @@ def test_another_commit_is_another_part(tmp_path: Path) -> None:
     record.add(path, Summary(seeds=3, first_seed=9), "abc")
     record.add(path, Summary(seeds=1, first_seed=12), "def")
     assert [(part["commit"], part["first_seed"], part["last_seed"]) for part in parts_of(path)] == [
-        ("abc", 7, 11), ("def", 12, 12)
-    ]  # fmt: skip
+        ("abc", 7, 11),
+        ("def", 12, 12),
+    ]
     assert record.unplayed(parts_of(path), 0, 20) == (0, 7)
     assert record.unplayed(parts_of(path), 7, 20) == (13, 14)
     assert record.unplayed(parts_of(path), 8, 5) == (13, 0)

@@ -161,9 +161,12 @@ def failing(kind: type[Any], phase: str, bad_rank: int) -> type[Any]:
 
 def saves_that_fail_in_any_phase(case: Case) -> None:
     phases = [
-        ("set_up_storage_writer", 0), ("prepare_local_plan", 1), ("prepare_global_plan", 0), ("_write", 2),
+        ("set_up_storage_writer", 0),
+        ("prepare_local_plan", 1),
+        ("prepare_global_plan", 0),
+        ("_write", 2),
         ("_submit", 0),
-    ]  # fmt: skip
+    ]
     for phase, bad_rank in phases:  # the last two are in the midst of write_data and finish
         writer = case.writer(failing(DcpWriter, phase, bad_rank))
         state = {"w": torch.full((20, 20), float(case.step)), "bytes": [1, 2]}
@@ -186,9 +189,12 @@ def loads_that_fail_in_any_phase(case: Case) -> None:
     state = {"w": torch.arange(400.0).view(20, 20), "bytes": [1, 2]}
     case.save(state)
     phases = [
-        ("set_up_storage_reader", 0), ("prepare_local_plan", 1), ("prepare_global_plan", 0), ("read_metadata", 3),
+        ("set_up_storage_reader", 0),
+        ("prepare_local_plan", 1),
+        ("prepare_global_plan", 0),
+        ("read_metadata", 3),
         ("read_data", 2),
-    ]  # fmt: skip
+    ]
     for phase, bad_rank in phases:
         reader = failing(DcpReader, phase, bad_rank)(case.reader()._ranges, case.step)
         target = {"w": torch.zeros(20, 20), "bytes": [0]}

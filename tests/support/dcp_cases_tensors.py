@@ -110,9 +110,12 @@ def reshard(
 
 LINE: list[list[Placement]] = [[Shard(0)], [Shard(1)], [Replicate()]]
 GRID: list[list[Placement]] = [
-    [Replicate(), Replicate()], [Replicate(), Shard(0)], [Shard(0), Replicate()], [Shard(0), Shard(0)],
+    [Replicate(), Replicate()],
+    [Replicate(), Shard(0)],
+    [Shard(0), Replicate()],
+    [Shard(0), Shard(0)],
     [Shard(1), Shard(0)],
-]  # fmt: skip
+]
 
 
 def dtensor_1d_to_1d(case: Case) -> None:

@@ -83,9 +83,11 @@ def models_change_their_parallelism(case: Case) -> None:
         return parallelize_module(Small(seed), mesh, {"one": ColwiseParallel(), "two": RowwiseParallel()})
 
     makers: dict[str, Callable[[int], nn.Module]] = {
-        "fsdp": lambda seed: build("fsdp", seed)[0], "hsdp": lambda seed: build("hsdp", seed)[0],
-        "ddp": lambda seed: build("ddp", seed)[0], "tp": tensor_parallel,
-    }  # fmt: skip
+        "fsdp": lambda seed: build("fsdp", seed)[0],
+        "hsdp": lambda seed: build("hsdp", seed)[0],
+        "ddp": lambda seed: build("ddp", seed)[0],
+        "tp": tensor_parallel,
+    }
     whole = dict(Small(1).state_dict())
     for one, saver in makers.items():
         case.save({"model": get_model_state_dict(saver(1))})

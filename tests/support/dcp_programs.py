@@ -58,10 +58,15 @@ def placed(seed: int) -> State:
         "few": distribute_tensor(full(seed + 8, 1, 9), line, [Shard(0)]),
         "large": distribute_tensor(full(seed + 9, 600, 501), line, [Shard(0)]),
         "nested": {
-            "plain": full(seed + 10, 13, 3), "list": [full(seed + 11, 4), f"text {seed}"], "step": seed, "rate": 0.1,
-            "scalar": torch.tensor(float(seed)), "empty": torch.empty(0, 3), "view": full(seed + 12, 6, 8).t(),
+            "plain": full(seed + 10, 13, 3),
+            "list": [full(seed + 11, 4), f"text {seed}"],
+            "step": seed,
+            "rate": 0.1,
+            "scalar": torch.tensor(float(seed)),
+            "empty": torch.empty(0, 3),
+            "view": full(seed + 12, 6, 8).t(),
         },
-    }  # fmt: skip
+    }
 
 
 def mostly_objects(seed: int) -> State:

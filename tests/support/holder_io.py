@@ -11,16 +11,7 @@ from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.holder.holder_io import (
-    HolderIo,
-    Lane,
-    Peer,
-    PushSource,
-    Stop,
-    Storage,
-    StreamingSource,
-    WholeReply,
-)
+from memstore.core.holder.holder_io import HolderIo, Lane, Peer, PushSource, Stop, Storage, StreamingSource, WholeReply
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire.calls import RankCall
 from memstore.core.wire.ids import Endpoint
@@ -81,10 +72,17 @@ class ScriptedIo:
         for name in ASKED:
             setattr(self, name, partial(self._called, name, getattr(self, name)))
         self.state = HolderState(
-            self.info, self if self.store is None else self.store, self.outgoing, self.limits,  # type: ignore[arg-type]
-            now=lambda: self.now, report=self.reports.append, ask=self.asks.append,
-            is_stopping=lambda: self.is_stopping, is_alive=lambda owner: True, pin_numbers=itertools.count(1),
-        )  # fmt: skip
+            self.info,
+            self if self.store is None else self.store,
+            self.outgoing,
+            self.limits,  # type: ignore[arg-type]
+            now=lambda: self.now,
+            report=self.reports.append,
+            ask=self.asks.append,
+            is_stopping=lambda: self.is_stopping,
+            is_alive=lambda owner: True,
+            pin_numbers=itertools.count(1),
+        )
 
     async def _called(self, name: str, call: Callable[..., Coroutine[Any, Any, Any]], *args: Any, **named: Any) -> Any:
         self.calls.append((name, *args, *named.values()))
@@ -134,9 +132,12 @@ class ScriptedIo:
     # -- the calls, as in HolderIo --------------------------------------------------------------
 
     def start(
-        self, lane: Lane, procedure: Callable[Concatenate[HolderIo, P], Coroutine[Any, Any, None]],
-        *args: P.args, **named: P.kwargs,
-    ) -> None:  # fmt: skip
+        self,
+        lane: Lane,
+        procedure: Callable[Concatenate[HolderIo, P], Coroutine[Any, Any, None]],
+        *args: P.args,
+        **named: P.kwargs,
+    ) -> None:
         assert not named
         self.calls.append(("start", lane, procedure, *args))
 
@@ -177,9 +178,15 @@ class ScriptedIo:
         return [], None
 
     async def write_slice(
-        self, storage: Storage, shard: ShardId, spec: ShardSpec, number: int, manifest: bytes, chunks: Sequence[bytes],
+        self,
+        storage: Storage,
+        shard: ShardId,
+        spec: ShardSpec,
+        number: int,
+        manifest: bytes,
+        chunks: Sequence[bytes],
         stop: Stop,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         return not stop.is_set
 
     async def read_markers(self, place: DurablePlace, job: str, check: StepId | None) -> MarkersFound:

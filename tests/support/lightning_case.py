@@ -95,16 +95,30 @@ class Count(pl.Callback):  # type: ignore[misc]
 
 
 def fit(
-    config: Config, job: str, module: Module, steps: int = 10, *, loader: Any = None,
-    trainer: dict[str, Any] | None = None, **options: Any,
-) -> tuple[MemstoreCallback, Count]:  # fmt: skip
+    config: Config,
+    job: str,
+    module: Module,
+    steps: int = 10,
+    *,
+    loader: Any = None,
+    trainer: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[MemstoreCallback, Count]:
     checkpoints, count = MemstoreCallback(job, config=config, **options), Count()
     more = dict(trainer or {})
     callbacks = [checkpoints, count, *more.pop("callbacks", [])]
     torch.manual_seed(7)  # as where a process starts
     fitter = pl.Trainer(
-        max_steps=steps, max_epochs=-1, accelerator="cpu", callbacks=callbacks, use_distributed_sampler=False,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **more,
-    )  # fmt: skip
+        max_steps=steps,
+        max_epochs=-1,
+        accelerator="cpu",
+        callbacks=callbacks,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **more,
+    )
     fitter.fit(module, in_order() if loader is None else loader)
     return checkpoints, count

@@ -53,9 +53,14 @@ class Site:
     def __init__(self, folder: Path, hosts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         self.secret = secrets.token_bytes(32)
         self.config = Config(
-            store=scratch_store_name(), arena_bytes=ARENA_BYTES, interface="127.0.0.1", chunk_bytes=64 << 10,
-            detect=2.0, connect_timeout_s=WAIT_S, keep_steps=3,
-        )  # fmt: skip
+            store=scratch_store_name(),
+            arena_bytes=ARENA_BYTES,
+            interface="127.0.0.1",
+            chunk_bytes=64 << 10,
+            detect=2.0,
+            connect_timeout_s=WAIT_S,
+            keep_steps=3,
+        )
         self.members = members = DirectoryMembership(folder)
         self.controller = Controller(self.config, members, secret=self.secret, settle_s=3.0)
         self.holders: dict[str, Holder] = {}
@@ -127,9 +132,18 @@ def bring_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_ready(holder: Holder, stored: StoredReplica) -> None:
     """Bring a shard that is here for a reader, as number 1."""
     order = Bring(
-        read=1, job=stored.shard.job, shard=WireShard.of(stored.shard), spec=WireSpec.of(stored.spec), chunks=None,
-        attempt=1, holders=(), durable=None, runs=(), reader="", use="read",
-    )  # fmt: skip
+        read=1,
+        job=stored.shard.job,
+        shard=WireShard.of(stored.shard),
+        spec=WireSpec.of(stored.spec),
+        chunks=None,
+        attempt=1,
+        holders=(),
+        durable=None,
+        runs=(),
+        reader="",
+        use="read",
+    )
     assert holder.io.run(bring._bring, holder.state, order) == {}
 
 

@@ -42,9 +42,11 @@ class Training:
     def state(self) -> dict[str, Any]:
         self.seen += 1
         return {
-            "model": self.model.state_dict(), "optim": self.optimizer.state_dict(),
-            "rng": torch.get_rng_state(), "seen": [self.seen],
-        }  # fmt: skip
+            "model": self.model.state_dict(),
+            "optim": self.optimizer.state_dict(),
+            "rng": torch.get_rng_state(),
+            "seen": [self.seen],
+        }
 
     def copy(self) -> dict[str, Any]:
         """What a put of now must store."""

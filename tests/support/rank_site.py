@@ -31,9 +31,12 @@ class Site:
 
     def __init__(self) -> None:
         self.config = Config(
-            store=scratch_store_name(), arena_bytes=4 << 20, chunk_bytes=CHUNK_BYTES, interface="127.0.0.1",
+            store=scratch_store_name(),
+            arena_bytes=4 << 20,
+            chunk_bytes=CHUNK_BYTES,
+            interface="127.0.0.1",
             scrub_bytes_per_s=0,
-        )  # fmt: skip
+        )
         self.begin()
         self.levels: list[tuple[int, str]] = []
         self.link = HolderLink(self.holder.folder, nonce="n", job="job", rank=0, attempt=1)

@@ -18,9 +18,16 @@ ENVIRONMENT = {"RAY_TRAIN_V2_ENABLED": "1", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S":
 
 
 def fit(
-    cluster: EmbeddedCluster, folder: Path, faults: list[tuple[int, int, str]], function: Callable[..., None],
-    in_place: InPlaceTorchConfig, *, max_failures: int = 2, placement: str = "PACK", **more: Any,
-) -> list[InPlaceRankEnd]:  # fmt: skip
+    cluster: EmbeddedCluster,
+    folder: Path,
+    faults: list[tuple[int, int, str]],
+    function: Callable[..., None],
+    in_place: InPlaceTorchConfig,
+    *,
+    max_failures: int = 2,
+    placement: str = "PACK",
+    **more: Any,
+) -> list[InPlaceRankEnd]:
     """Train a new job, named as the folder; return what each rank returned.
 
     Args:
@@ -33,14 +40,16 @@ def fit(
     TorchTrainer(
         function,
         train_loop_config={
-            "store_name": cluster.config.store, "job": job, "faults": faults, "folder": str(folder), **more,
+            "store_name": cluster.config.store,
+            "job": job,
+            "faults": faults,
+            "folder": str(folder),
+            **more,
         },
         torch_config=in_place,
-        scaling_config=ScalingConfig(
-            num_workers=RANKS, resources_per_worker={"CPU": 1}, placement_strategy=placement
-        ),
+        scaling_config=ScalingConfig(num_workers=RANKS, resources_per_worker={"CPU": 1}, placement_strategy=placement),
         run_config=RunConfig(
             storage_path=str(folder), name=job, failure_config=FailureConfig(max_failures=max_failures)
         ),
-    ).fit()  # fmt: skip
+    ).fit()
     return [end_of(folder, rank) for rank in range(RANKS)]

@@ -110,9 +110,14 @@ halved.__annotations__.clear()  # DDP compares them with classes, and here they 
 
 
 LAYOUTS: dict[str, tuple[int, Callable[[], nn.Module]]] = {
-    "fsdp": (3, fsdp), "resharded": (4, resharded), "hsdp": (4, hsdp), "tensor-parallel": (4, tensor_parallel),
-    "ddp": (2, ddp), "plain": (2, plain), "scattered": (4, lambda: tensor_parallel(0)),
-}  # fmt: skip
+    "fsdp": (3, fsdp),
+    "resharded": (4, resharded),
+    "hsdp": (4, hsdp),
+    "tensor-parallel": (4, tensor_parallel),
+    "ddp": (2, ddp),
+    "plain": (2, plain),
+    "scattered": (4, lambda: tensor_parallel(0)),
+}
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -283,9 +288,11 @@ def broken(ranks: Ranks, build: Callable[[], Built], states: list[dict[str, torc
     assert now.number == len(BREAKS)
     enter(None)
     return {
-        "losses": losses, "builds": builds_count, "errors": errors,
+        "losses": losses,
+        "builds": builds_count,
+        "errors": errors,
         "different": [name for name, value in final.items() if not torch.equal(value, states[-1][name])],
-    }  # fmt: skip
+    }
 
 
 def regrouped(ranks: Ranks, build: Callable[[], Built]) -> dict[str, Any]:

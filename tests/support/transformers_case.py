@@ -58,9 +58,17 @@ def trainer_for(tmp_path: Path, *callbacks: Any, **options: Any) -> Any:
     model = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=2))
     tokens = torch.randint(0, 32, (24, 8), generator=torch.Generator().manual_seed(1))
     args = hf.TrainingArguments(
-        str(tmp_path / "out"), max_steps=STEPS, per_device_train_batch_size=4, learning_rate=0.01, logging_steps=1,
-        save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, **options,
-    )  # fmt: skip
+        str(tmp_path / "out"),
+        max_steps=STEPS,
+        per_device_train_batch_size=4,
+        learning_rate=0.01,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        **options,
+    )
     data = [{"input_ids": row, "labels": row} for row in tokens]
     return hf.Trainer(model, args, train_dataset=data, callbacks=list(callbacks))
 
@@ -105,11 +113,21 @@ def train_sharded(store: str, job: str, steps: int, dies_after: int, folder: str
     model = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=2))
     tokens = torch.randint(0, 32, (64, 8), generator=torch.Generator().manual_seed(1))
     args = hf.TrainingArguments(
-        folder, max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=0.01,
-        lr_scheduler_type="constant_with_warmup", warmup_steps=6, logging_steps=1, save_strategy="no", report_to=[],
-        disable_tqdm=True, use_cpu=True, fsdp=True,
+        folder,
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=0.01,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=6,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        fsdp=True,
         fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]},
-    )  # fmt: skip
+    )
     callback = MemstoreCallback(job, config=Config(store=store))
     data = [{"input_ids": row, "labels": row} for row in tokens]
     trainer = OnCpu(model, args, train_dataset=data, callbacks=[callback, Report(job, dies_after)])

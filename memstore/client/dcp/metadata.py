@@ -184,9 +184,7 @@ def _inflated_max(nbytes: int) -> int:
     return min(METADATA_BYTES_MAX, INFLATION_MAX * nbytes + INFLATION_SLACK_BYTES)
 
 
-def _entry(
-    fqn: str, entry: TensorStorageMetadata | BytesStorageMetadata, places: dict[MetadataIndex, Place]
-) -> _Entry:  # fmt: skip
+def _entry(fqn: str, entry: TensorStorageMetadata | BytesStorageMetadata, places: dict[MetadataIndex, Place]) -> _Entry:
     """Take an entry's places out of `places`."""
     if isinstance(entry, BytesStorageMetadata):
         return _Entry(fqn, None, places.pop(MetadataIndex(fqn), None))
@@ -201,15 +199,17 @@ def _entry(
     )
     properties = entry.properties
     tensor = _Tensor(
-        DTYPE_NAMES[properties.dtype], bool(properties.requires_grad), _MEMORY_NAMES[properties.memory_format],
-        bool(properties.pin_memory), tuple(entry.size), tuple(chunks),
-    )  # fmt: skip
+        DTYPE_NAMES[properties.dtype],
+        bool(properties.requires_grad),
+        _MEMORY_NAMES[properties.memory_format],
+        bool(properties.pin_memory),
+        tuple(entry.size),
+        tuple(chunks),
+    )
     return _Entry(fqn, tensor, None)
 
 
-def _read_entry(
-    entry: _Entry, places: dict[MetadataIndex, Place]
-) -> TensorStorageMetadata | BytesStorageMetadata:  # fmt: skip
+def _read_entry(entry: _Entry, places: dict[MetadataIndex, Place]) -> TensorStorageMetadata | BytesStorageMetadata:
     """Put an entry's places into `places`."""
     tensor = entry.tensor
     if tensor is None:

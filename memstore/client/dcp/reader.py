@@ -76,10 +76,14 @@ class DcpReader(StorageReader):
     """
 
     def __init__(
-        self, ranges: ShardRanges, step: int | None, agree: Callable[[], int | None] | None = None,
-        wait: Callable[[], None] = lambda: None, lease: LeaseStep | None = None,
+        self,
+        ranges: ShardRanges,
+        step: int | None,
+        agree: Callable[[], int | None] | None = None,
+        wait: Callable[[], None] = lambda: None,
+        lease: LeaseStep | None = None,
         report: Callable[[str], None] = lambda _: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.step, self._ranges, self._agree, self._wait, self._report = step, ranges, agree, wait, report
         self.failed: Exception | None = None  # why it had no metadata: torch goes on without, and forgets the reason
         self._metadata: Metadata | None = None

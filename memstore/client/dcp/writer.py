@@ -60,9 +60,10 @@ class DcpWriter(StorageWriter, AsyncStager):
         if puts.shared_shard is not None:
             raise ConfigError(
                 "a DCP writer is not for connect(shard_rank=, shard_count=): DCP saves what ranks share once by "
-                "itself; connect without shard_rank=, or use put() and get()", field="shard_rank",
+                "itself; connect without shard_rank=, or use put() and get()",
+                field="shard_rank",
                 value=str(puts.shared_shard.shard),
-            )  # fmt: skip
+            )
         self.puts, self.step, self.wait, self.wait_s = puts, step, wait, wait_s
         self.ticket: Ticket | None = None
         self._put: Put | None = None
@@ -148,8 +149,9 @@ class DcpWriter(StorageWriter, AsyncStager):
             error = ConfigError(
                 f"{len(plans)} of the {self.puts.world_size} ranks of job {self.puts.job!r} save step {self.step}: "
                 "it is committed once all of them have put it: save with all ranks (process_group=None), or, where the "
-                "others put() this step, with dcp_writer(step, wait=None)", field="process_group",
-            )  # fmt: skip
+                "others put() this step, with dcp_writer(step, wait=None)",
+                field="process_group",
+            )
             self._fail(error)
             raise error
         items = [item for plan in plans for item in plan.items]
@@ -326,9 +328,10 @@ def _process_mode() -> ConfigError:
     return ConfigError(
         "a DCP writer of memstore saves in the process that trains, and dcp.async_save was asked to save in another "
         "one: leave async_checkpointer_type= away, or pass AsyncCheckpointerType.THREAD, the default; the state is "
-        "copied into slots on the training thread either way", field="async_checkpointer_type",
+        "copied into slots on the training thread either way",
+        field="async_checkpointer_type",
         value="AsyncCheckpointerType.PROCESS",
-    )  # fmt: skip
+    )
 
 
 def _save_option(frame: FrameType | None, name: str) -> Any:

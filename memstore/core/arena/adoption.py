@@ -28,10 +28,13 @@ def adopt(
     for number in range(arena.slots_count):
         header = arena.headers.read(number)
         slot = Slot(
-            header.state, header.nbytes, bytes(header.digest),
+            header.state,
+            header.nbytes,
+            bytes(header.digest),
             Owner(header.owner_pid, header.owner_start, header.generation) if header.owner_pid else None,
-            header.attempt, now,
-        )  # fmt: skip
+            header.attempt,
+            now,
+        )
         is_owned = slot.owner is not None and is_alive(slot.owner.pid, slot.owner.start)
         if is_owned and slot.state in (SlotState.LEASED, SlotState.RECEIVING):
             # Submitted but not sealed: the rank still has the put and will send it again (R8).
@@ -63,9 +66,11 @@ def _adopt_manifest(replica_index: ReplicaIndex, name: str, data: bytes) -> str:
         if name != manifest_name(manifest.shard, digest):
             raise DigestMismatch(f"manifest file {name} does not hold what its name says")
         replica_index.adopt(
-            manifest.shard, spec_of(manifest, digest),
-            [c.digest for c in manifest.chunks], [c.nbytes for c in manifest.chunks],
-        )  # fmt: skip
+            manifest.shard,
+            spec_of(manifest, digest),
+            [c.digest for c in manifest.chunks],
+            [c.nbytes for c in manifest.chunks],
+        )
     except MemstoreError as exc:
         return str(exc)
     return ""

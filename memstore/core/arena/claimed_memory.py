@@ -38,9 +38,16 @@ class ClaimedMemory:
     """
 
     def __init__(
-        self, arena: SlotMemory, replica_index: ReplicaIndex, index_lock: AbstractContextManager[object],
-        lock: AbstractContextManager[object], flush: Callable[[], None], *, chunk_bytes: int, limit: Limit,
-    ) -> None:  # fmt: skip
+        self,
+        arena: SlotMemory,
+        replica_index: ReplicaIndex,
+        index_lock: AbstractContextManager[object],
+        lock: AbstractContextManager[object],
+        flush: Callable[[], None],
+        *,
+        chunk_bytes: int,
+        limit: Limit,
+    ) -> None:
         self._arena, self._index, self._index_lock, self._flush = arena, replica_index, index_lock, flush
         self._chunk_bytes, self.limit = chunk_bytes, limit
         self.overlooked: set[int] = set()  # slots whose readers outlived their pins: one may still look at them (R7)

@@ -79,9 +79,8 @@ class ReplicaIndex:
     # -- incoming replicas ---------------------------------------------------------------------
 
     def open_incoming(
-        self, name: str, shard: ShardId, digests: Sequence[bytes], *, attempt: int,
-        part: tuple[int, ...] | None = None,
-    ) -> IncomingReplica:  # fmt: skip
+        self, name: str, shard: ShardId, digests: Sequence[bytes], *, attempt: int, part: tuple[int, ...] | None = None
+    ) -> IncomingReplica:
         """Begin a shard; `name` tells incoming replicas of one shard from several senders apart."""
         replica = IncomingReplica(shard, list(digests), [None] * len(digests), attempt, part)
         self.abort_incoming(name, shard)

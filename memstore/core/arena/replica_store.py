@@ -47,9 +47,17 @@ class ReplicaStore(Generic[M_co, F_co]):
     """Everything one host stores, behind one lock."""
 
     def __init__(
-        self, arena: M_co, manifests: F_co, *, chunk_bytes: int, limit: Limit, clock: Clock,
-        is_alive: Callable[[int, int], bool], lock: AbstractContextManager[Any], room_lock: AbstractContextManager[Any],
-    ) -> None:  # fmt: skip
+        self,
+        arena: M_co,
+        manifests: F_co,
+        *,
+        chunk_bytes: int,
+        limit: Limit,
+        clock: Clock,
+        is_alive: Callable[[int, int], bool],
+        lock: AbstractContextManager[Any],
+        room_lock: AbstractContextManager[Any],
+    ) -> None:
         """Adopt what an earlier holder left (R6).
 
         Args:
@@ -88,9 +96,15 @@ class ReplicaStore(Generic[M_co, F_co]):
             slot = self.table.slots[number]
             owner = slot.owner or _WITHOUT_OWNER
             header = SlotHeader(
-                slot.state, slot.nbytes, slot.digest or _NO_DIGEST, owner.pid, slot.attempt, owner.start, owner.link,
+                slot.state,
+                slot.nbytes,
+                slot.digest or _NO_DIGEST,
+                owner.pid,
+                slot.attempt,
+                owner.start,
+                owner.link,
                 slot.verified_s,
-            )  # fmt: skip
+            )
             self.arena.headers.write(number, header)
 
     # -- room (R9, R10) -----------------------------------------------------------------------
@@ -134,9 +148,17 @@ class ReplicaStore(Generic[M_co, F_co]):
     # -- a put (R7, R14) ----------------------------------------------------------------------
 
     def seal_local(
-        self, shard: ShardId, *, world_size: int, layout: bytes, nbytes: int, slots: Sequence[int], attempt: int,
-        given: Sequence[bytes] | None = None, follower: SealFollower | None = None,
-    ) -> StoredReplica:  # fmt: skip
+        self,
+        shard: ShardId,
+        *,
+        world_size: int,
+        layout: bytes,
+        nbytes: int,
+        slots: Sequence[int],
+        attempt: int,
+        given: Sequence[bytes] | None = None,
+        follower: SealFollower | None = None,
+    ) -> StoredReplica:
         """Digest submitted slots, in order, unless their digests are given; store the shard. They are receiving."""
         left = set(slots)  # not in the incoming replica yet
         try:
@@ -199,9 +221,14 @@ class ReplicaStore(Generic[M_co, F_co]):
     # -- receiving from a peer or from durable storage ------------------------------------------
 
     def open_incoming(
-        self, name: str, shard: ShardId, digests: Sequence[bytes], sizes: Sequence[int], attempt: int,
+        self,
+        name: str,
+        shard: ShardId,
+        digests: Sequence[bytes],
+        sizes: Sequence[int],
+        attempt: int,
         part: tuple[int, ...] | None = None,
-    ) -> IncomingReplica:  # fmt: skip
+    ) -> IncomingReplica:
         """Begin to bring a shard to a reader, or a part of it; hold what is here of it, however long unverified."""
         with self.lock:
             replica = self.index.open_incoming(name, shard, digests, attempt=attempt, part=part)
@@ -347,7 +374,7 @@ class ReplicaStore(Generic[M_co, F_co]):
 
     def verify(
         self, stored: StoredReplica, map_chunks: MapChunks = map, chunks: Container[int] | None = None
-    ) -> list[int]:  # fmt: skip
+    ) -> list[int]:
         """Re-digest a pinned replica; quarantine what is bad; return the chunk indices this host now lacks (R30).
 
         `on_damaged` gets the other replicas that used the same slots. `map_chunks` is a `map` that may use threads.

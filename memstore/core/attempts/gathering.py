@@ -40,9 +40,19 @@ def joining(call: Call[Join]) -> Entrant:
     """Return the process that joins."""
     asked = call.request
     return Entrant(
-        call, asked.rank, asked.nonce, asked.key, asked.launcher, asked.config, asked.pid, asked.shard, asked.shards,
-        asked.fresh, asked.in_place, asked.limit_s,
-    )  # fmt: skip
+        call,
+        asked.rank,
+        asked.nonce,
+        asked.key,
+        asked.launcher,
+        asked.config,
+        asked.pid,
+        asked.shard,
+        asked.shards,
+        asked.fresh,
+        asked.in_place,
+        asked.limit_s,
+    )
 
 
 def rewinding(call: Call[Rewind], attempt: Attempt) -> Entrant:
@@ -50,10 +60,17 @@ def rewinding(call: Call[Rewind], attempt: Attempt) -> Entrant:
     asked = call.request
     shard = attempt.shard_of[asked.rank] if attempt.shard_of else None
     return Entrant(
-        call, asked.rank, asked.nonce, asked.key, attempt.launcher, attempt.config,
-        attempt.members[asked.rank].pid, shard, max(attempt.shard_of) + 1 if attempt.shard_of else None,
+        call,
+        asked.rank,
+        asked.nonce,
+        asked.key,
+        attempt.launcher,
+        attempt.config,
+        attempt.members[asked.rank].pid,
+        shard,
+        max(attempt.shard_of) + 1 if attempt.shard_of else None,
         limit_s=float(attempt.config["connect_timeout_s"]),
-    )  # fmt: skip
+    )
 
 
 class Entrants(dict[int, Entrant]):

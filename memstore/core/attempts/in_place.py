@@ -36,13 +36,19 @@ def recovery_before(fact: AttemptOpened, job: Job, joined: Mapping[str, Entrant]
     losses = _losses_since(job, fact.key or "", arrivals)
     silent_s = losses[0].silent_s if losses else 0.0
     measured = {
-        "detect": max(silent_s, stayed.detect_s or 0.0), "abort": stayed.abort_s, "replace": stayed.replace_s,
-        "meet": own.meet_s, "rebuild": own.build_s,
-    }  # fmt: skip
+        "detect": max(silent_s, stayed.detect_s or 0.0),
+        "abort": stayed.abort_s,
+        "replace": stayed.replace_s,
+        "meet": own.meet_s,
+        "rebuild": own.build_s,
+    }
     return Recovery(
-        _replaced(losses, job.newest, fact), last.rank, last.call.host_id, since_s,
+        _replaced(losses, job.newest, fact),
+        last.rank,
+        last.call.host_id,
+        since_s,
         {phase: took_s for phase, took_s in measured.items() if took_s is not None},
-    )  # fmt: skip
+    )
 
 
 def _losses_since(job: Job, key: str, arrivals: list[Arrival]) -> list[RankLoss]:
@@ -60,9 +66,12 @@ def _replaced(losses: list[RankLoss], former: Attempt | None, fact: AttemptOpene
     hosts = {member.rank: member.host_id for member in former.members.values()} if former else {}
     return tuple(
         ReplacedRow(
-            rank=rank, host=hosts.get(rank, ""), to_host=fact.hosts[rank], cause=firsts[rank].cause,
+            rank=rank,
+            host=hosts.get(rank, ""),
+            to_host=fact.hosts[rank],
+            cause=firsts[rank].cause,
             is_spare=lasts[rank].is_spare,
         )
         for rank in sorted(firsts)
         if rank < len(fact.hosts)
-    )  # fmt: skip
+    )

@@ -295,15 +295,22 @@ class Attempts:
         self.opening.setdefault(name, []).extend(joins)
         opened = self.view.with_writers(
             AttemptOpened(
-                job=name, attempt=attempt_number, world_size=gathering.world_size, parent=parent, key=gathering.key,
-                is_fresh=is_fresh, level_asked=level, config=dict(first.config),
-                nonces=tuple(entrant.nonce for entrant in joins), hosts=hosts,
+                job=name,
+                attempt=attempt_number,
+                world_size=gathering.world_size,
+                parent=parent,
+                key=gathering.key,
+                is_fresh=is_fresh,
+                level_asked=level,
+                config=dict(first.config),
+                nonces=tuple(entrant.nonce for entrant in joins),
+                hosts=hosts,
                 launcher=" ".join(sorted({entrant.launcher for entrant in joins})),
                 wall_s=self.state.wall_s,
                 shard_of=tuple(e.shard for e in joins if e.shard is not None) if first.shards is not None else (),
                 generation=first.in_place.generation if first.in_place is not None else 0,
             )
-        )  # fmt: skip
+        )
         self.journal.record(opened)
         if gathering.rewind_to is not None:
             to = gathering.rewind_to
@@ -329,11 +336,21 @@ class Attempts:
                 self.fence_all(now, fact.job)
             return
         attempt = Attempt(
-            fact.attempt, fact.world_size, fact.key, fact.launcher, fact.is_fresh, fact.parent, fact.level_asked,
-            dict(fact.config), members, shard_of=fact.shard_of, writers=fact.writers,
-            opened_s=fact.wall_s, generation=fact.generation,
+            fact.attempt,
+            fact.world_size,
+            fact.key,
+            fact.launcher,
+            fact.is_fresh,
+            fact.parent,
+            fact.level_asked,
+            dict(fact.config),
+            members,
+            shard_of=fact.shard_of,
+            writers=fact.writers,
+            opened_s=fact.wall_s,
+            generation=fact.generation,
             recovery=recovery_before(fact, job, joined),
-        )  # fmt: skip
+        )
         job.attempts[fact.attempt] = attempt
         job.placement, job.refusals = None, {}
         self._forget_closes(fact.job)
@@ -342,9 +359,12 @@ class Attempts:
             return
         if attempt.recovery is not None:
             self.out.note(
-                "replaced", job=fact.job, attempt=fact.attempt, generation=attempt.generation,
+                "replaced",
+                job=fact.job,
+                attempt=fact.attempt,
+                generation=attempt.generation,
                 replaced=attempt.recovery.replaced,
-            )  # fmt: skip
+            )
         self.out.emit(AttemptBegun(fact.job, fact.attempt))
         self.fence_all(now, fact.job)
         gathering = self.gatherings.get(fact.job)
@@ -403,11 +423,14 @@ class Attempts:
             self.out.refuse(entrant.call, "FencedError", f"job {name!r}: another process took this rank's place")
             return
         reply = Joined(
-            attempt=attempt.attempt_number, world_size=attempt.world_size, rank=entrant.rank,
-            restored_step=attempt.parent_step if attempt.has_restored else None, resume_step=attempt.resume_step,
+            attempt=attempt.attempt_number,
+            world_size=attempt.world_size,
+            rank=entrant.rank,
+            restored_step=attempt.parent_step if attempt.has_restored else None,
+            resume_step=attempt.resume_step,
             put_every=attempt.config.get("put_every", "step"),  # of the attempt: ranks' own may differ (R33)
             shared_shard=self.view.shared_shards.joined(attempt, entrant.rank),
-        )  # fmt: skip
+        )
         self.out.answer(entrant.call, reply)
 
     # -- the end ------------------------------------------------------------------------------
@@ -433,9 +456,15 @@ class Attempts:
     def _note_gone(self, kind: str, job: Job, member: AttemptMember, **why: str) -> None:
         """Note, once, that a rank has not closed its store: its process ended or left, or an exception ended it."""
         self.out.note(
-            kind, job=job.name, attempt=job.newest_number, step=member.step, rank=member.rank, host=member.host_id,
-            pid=member.pid, **why,
-        )  # fmt: skip
+            kind,
+            job=job.name,
+            attempt=job.newest_number,
+            step=member.step,
+            rank=member.rank,
+            host=member.host_id,
+            pid=member.pid,
+            **why,
+        )
 
     def forget(self, name: str) -> None:
         """Drop what ranks of a removed job wait for."""
@@ -504,10 +533,13 @@ class Attempts:
             if late is not None:  # one deadline for all, so that each of them is sent the same ranks
                 named_s = float(late.config["connect_timeout_s"])
                 refusal = gather_timeout(
-                    f"connect to job {name!r}", named_s, missing_ranks(gathering.world_size, gathering.joins),
-                    gathering.world_size, "connected" if gathering.rewind is None else "called rewind()",
+                    f"connect to job {name!r}",
+                    named_s,
+                    missing_ranks(gathering.world_size, gathering.joins),
+                    gathering.world_size,
+                    "connected" if gathering.rewind is None else "called rewind()",
                     "Every rank must call it; raise connect_timeout_s if they are merely slow",
-                )  # fmt: skip
+                )
                 self.dismiss(name, *refusal)
 
 

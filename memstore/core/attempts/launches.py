@@ -42,10 +42,16 @@ def _gathering(state: ClusterState, name: str, gathering: Gathering) -> LaunchRo
         until_s = min(gathering.opens_by_s, state.late_until_s)
         awaited = f"{named_hosts(gathering.late_hosts)}, which may know the job"
     return LaunchRow(
-        job=name, phase="listing" if gathering.markers_call else "gathering", since_s=_since_s(state, waiting),
-        awaited=awaited, ranks=len(waiting), world_size=gathering.world_size, missing=missing[:LISTED_MAX],
-        is_rewind=gathering.rewind is not None, left_s=max(0.0, until_s - state.now),
-    )  # fmt: skip
+        job=name,
+        phase="listing" if gathering.markers_call else "gathering",
+        since_s=_since_s(state, waiting),
+        awaited=awaited,
+        ranks=len(waiting),
+        world_size=gathering.world_size,
+        missing=missing[:LISTED_MAX],
+        is_rewind=gathering.rewind is not None,
+        left_s=max(0.0, until_s - state.now),
+    )
 
 
 def _opening(state: ClusterState, attempts: Attempts, name: str, waiting: list[Entrant]) -> LaunchRow:
@@ -59,10 +65,16 @@ def _opening(state: ClusterState, attempts: Attempts, name: str, waiting: list[E
         left_s = max(0.0, min(deadline_s - state.now, FENCE_DEADLINE_S))
     world_size = _world_size(state, attempts, name, waiting)
     return LaunchRow(
-        job=name, phase="fencing" if deadline_s is not None else "opening", since_s=_since_s(state, waiting),
-        awaited=awaited, ranks=world_size, world_size=world_size, missing=[],
-        is_rewind=isinstance(waiting[0].call.request, Rewind), left_s=left_s,
-    )  # fmt: skip
+        job=name,
+        phase="fencing" if deadline_s is not None else "opening",
+        since_s=_since_s(state, waiting),
+        awaited=awaited,
+        ranks=world_size,
+        world_size=world_size,
+        missing=[],
+        is_rewind=isinstance(waiting[0].call.request, Rewind),
+        left_s=left_s,
+    )
 
 
 def _world_size(state: ClusterState, attempts: Attempts, name: str, waiting: list[Entrant]) -> int:

@@ -56,9 +56,12 @@ class Rewinds:
             return
         waiting = gathering
         attempts.list_markers(
-            self.state.now, job.name, waiting, storage_of(attempt.config),
+            self.state.now,
+            job.name,
+            waiting,
+            storage_of(attempt.config),
             lambda why: self._markers_listed(job.name, waiting, why),
-        )  # fmt: skip
+        )
 
     def _markers_listed(self, name: str, gathering: Gathering, why: str) -> None:
         """Take the list of durable steps, or `why` there is none: choose the step, or refuse it on all ranks."""
@@ -99,9 +102,11 @@ class Rewinds:
             )
         result = plan(
             job.inventory(live=self.state.hosts.live_ids(), silent=self.view.silent_hosts(job)),
-            (Span(step.attempt, step.step),), world_size=size,
-            rank_hosts={rank: member.host_id for rank, member in attempt.members.items()}, only_step=step,
-        )  # fmt: skip
+            (Span(step.attempt, step.step),),
+            world_size=size,
+            rank_hosts={rank: member.host_id for rank, member in attempt.members.items()},
+            only_step=step,
+        )
         if result.verdict == NONE:
             return "RecoveryError", f"{name} is not whole any more, so nothing can go on from it: {result.why}"
         return None

@@ -103,17 +103,19 @@ class Reservations:
                 f"that this attempt could not load ({failed[1]})" if failed else "that this attempt has not asked for"
             )
             self.out.refuse(
-                call, "CommitError",
+                call,
+                "CommitError",
                 f"job {job.name!r} has checkpoints {what}: putting now would evict them. "
                 "Call store.get() on every rank first, or connect(..., fresh=True) to start over",
-            )  # fmt: skip
+            )
             return
         rank, slots = call.request.rank, call.request.slots
         if slots > SLOTS_MAX:
             self.out.refuse(
-                call, "CapacityError",
+                call,
+                "CapacityError",
                 f"rank {rank} of job {job.name!r} asks for {slots:,} slots, the limit is {SLOTS_MAX:,}: put less",
-            )  # fmt: skip
+            )
             return
         active = self.active.get(job.name)
         if active is None or active.attempt != attempt.attempt_number:
@@ -190,9 +192,14 @@ class Reservations:
             self.order(job, attempt, is_growth=True)
 
     def order(
-        self, job: Job, attempt: Attempt, *, only: Collection[str] | None = None, is_growth: bool = False,
+        self,
+        job: Job,
+        attempt: Attempt,
+        *,
+        only: Collection[str] | None = None,
+        is_growth: bool = False,
         is_news_only: bool = False,
-    ) -> set[str]:  # fmt: skip
+    ) -> set[str]:
         """Send every live host of the job (or some, or those to which it is news) what to claim; return the hosts."""
         self.orders_count += 1
         if self.view.placement(job) is None:
@@ -218,10 +225,15 @@ class Reservations:
             ranks = local.get(host, {})
             repair = sum(self.need(job, attempt, rank) for rank in ranks) if keep or beside else 0
             order = Reserve(
-                job=job.name, attempt=attempt.attempt_number, ranks=dict(sorted(ranks.items())),
-                peer_slots=peer_slots.get(host, 0) + repair, world_size=attempt.world_size, versions=keep,
-                number=TermNumber(self.term, self.orders_count), is_claim=not is_growth,
-            )  # fmt: skip
+                job=job.name,
+                attempt=attempt.attempt_number,
+                ranks=dict(sorted(ranks.items())),
+                peer_slots=peer_slots.get(host, 0) + repair,
+                world_size=attempt.world_size,
+                versions=keep,
+                number=TermNumber(self.term, self.orders_count),
+                is_claim=not is_growth,
+            )
             if is_news_only and sent_orders.is_known(host, order):
                 hosts.discard(host)
                 continue
@@ -425,10 +437,13 @@ class Reservations:
             limit_s = float(attempt.config["connect_timeout_s"])
             if not active.is_ordered and any(now - call.since_s > limit_s for call in active.calls.values()):
                 refusal = gather_timeout(
-                    f"first put of job {name!r}", limit_s, self.silent_ranks(job, attempt), attempt.world_size,
+                    f"first put of job {name!r}",
+                    limit_s,
+                    self.silent_ranks(job, attempt),
+                    attempt.world_size,
                     "put or prepared",
                     "Every rank must put every step; raise connect_timeout_s if they are merely slow",
-                )  # fmt: skip
+                )
                 self._dismiss(active, *refusal)
                 self._take_back(attempt, active)
                 active.calls.clear()

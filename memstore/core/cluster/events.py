@@ -62,6 +62,4 @@ class JobForgotten:
     job: str
 
 
-Happened = (
-    CommitApplied | DrainChanged | PersistAsked | AttemptBegun | AttemptUnfenced | RankGone | JobForgotten
-)  # fmt: skip
+Happened = CommitApplied | DrainChanged | PersistAsked | AttemptBegun | AttemptUnfenced | RankGone | JobForgotten

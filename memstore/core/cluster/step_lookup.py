@@ -64,9 +64,11 @@ def why_not_whole(hosts: HostTable, job: Job, step: StepId) -> str:
     """Return "" if answering hosts hold every chunk of a committed step, else the missing part."""
     commit, copies = job.commits.get(step), job.copies.get(step, {})
     if commit is None or not copies:
-        return "it is on durable storage only: get() or rewind() brings it back to RAM" if step in job.markers else (
-            "no copy of it is left in RAM"
-        )  # fmt: skip
+        return (
+            "it is on durable storage only: get() or rewind() brings it back to RAM"
+            if step in job.markers
+            else ("no copy of it is left in RAM")
+        )
     for rank, digest in enumerate(commit.digests):
         good = whole_or_partly(hosts, job, step, rank, digest)
         if not good or frozenset.intersection(*good.values()):

@@ -50,9 +50,10 @@ class CommitRule:
         """Return the copies of a rank's shard, or None while it is not on enough domains."""
         job, domains, truth = self.job, self.domains, self.commit
         hosts = [
-            h for h, c in self.copies.get(rank, {}).items()
+            h
+            for h, c in self.copies.get(rank, {}).items()
             if not c.missing and h in domains and (truth is None or c.spec.digest == truth.digests[rank])
-        ]  # fmt: skip
+        ]
         if not hosts:
             return None
         copies = self.copies[rank]

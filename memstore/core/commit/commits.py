@@ -44,9 +44,15 @@ class StepCommits:
     """Decides when steps of the current attempts are committed, abandoned or superseded."""
 
     def __init__(
-        self, state: ClusterState, out: Effects, journal: Journal, view: ClusterView, drops: Drops, room: Reservations,
+        self,
+        state: ClusterState,
+        out: Effects,
+        journal: Journal,
+        view: ClusterView,
+        drops: Drops,
+        room: Reservations,
         retention: Retention,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.state, self.out, self.journal = state, out, journal
         self.view, self.drops, self.room, self.retention = view, drops, room, retention
 
@@ -340,9 +346,17 @@ class StepCommits:
         shards = [held[rank] for rank in range(world_size)]
         reasons += [why for shard in shards for why in shard.reasons]
         return StepCommitted(
-            job.name, step.attempt, step.step, world_size, tuple(x.digest for x in shards),
-            tuple(x.hosts for x in shards), placement.level, bool(reasons), "; ".join(reasons[:3]), self.state.wall_s,
-        )  # fmt: skip
+            job.name,
+            step.attempt,
+            step.step,
+            world_size,
+            tuple(x.digest for x in shards),
+            tuple(x.hosts for x in shards),
+            placement.level,
+            bool(reasons),
+            "; ".join(reasons[:3]),
+            self.state.wall_s,
+        )
 
     # -- facts applied ------------------------------------------------------------------------
 
@@ -395,9 +409,15 @@ class StepCommits:
     @staticmethod
     def _committed_order(job: Job, attempt: Attempt, fact: StepCommitted) -> StepLevel:
         return StepLevel(
-            job=job.name, attempt=attempt.attempt_number, step=fact.step, level="committed", reason=fact.reason,
-            degraded=fact.is_degraded, put_from=attempt.put_interval[0], put_steps=attempt.put_interval[1],
-        )  # fmt: skip
+            job=job.name,
+            attempt=attempt.attempt_number,
+            step=fact.step,
+            level="committed",
+            reason=fact.reason,
+            degraded=fact.is_degraded,
+            put_from=attempt.put_interval[0],
+            put_steps=attempt.put_interval[1],
+        )
 
     def _raise_level(self, attempt: Attempt, order: StepLevel) -> None:
         for host in sorted({member.host_id for member in attempt.members.values()}):
@@ -408,17 +428,25 @@ class StepCommits:
         attempt = job.attempts.get(step.attempt)
         if attempt is not None and attempt is job.newest:
             order = StepLevel(
-                job=job.name, attempt=attempt.attempt_number, step=step.step, level="durable",
-                put_from=attempt.put_interval[0], put_steps=attempt.put_interval[1],
-            )  # fmt: skip
+                job=job.name,
+                attempt=attempt.attempt_number,
+                step=step.step,
+                level="durable",
+                put_from=attempt.put_interval[0],
+                put_steps=attempt.put_interval[1],
+            )
             self._raise_level(attempt, order)
 
     def _abandon_order(self, job: Job, step: StepId, level: Literal["skipped", "superseded"], reason: str) -> StepLevel:
         attempt = job.attempts.get(step.attempt)
         return StepLevel(
-            job=job.name, attempt=step.attempt, step=step.step, level=level, reason=reason,
+            job=job.name,
+            attempt=step.attempt,
+            step=step.step,
+            level=level,
+            reason=reason,
             resume=attempt.resume_step if attempt is not None else 0,
-        )  # fmt: skip
+        )
 
     def _forget(self, job: Job, step: StepId, level: Literal["skipped", "superseded"], reason: str) -> None:
         order = self._abandon_order(job, step, level, reason)

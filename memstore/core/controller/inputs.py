@@ -15,27 +15,9 @@ from memstore.core.controller.parts import Parts
 from memstore.core.controller.queries import Queries
 from memstore.core.controller.takeover import Takeover
 from memstore.core.wire import reports
-from memstore.core.wire.calls import (
-    Called,
-    CloseStore,
-    Get,
-    ReserveRoom,
-    Rewind,
-    ShardLoaded,
-    SkipStep,
-    Withdraw,
-)
+from memstore.core.wire.calls import Called, CloseStore, Get, ReserveRoom, Rewind, ShardLoaded, SkipStep, Withdraw
 from memstore.core.wire.codec import Request
-from memstore.core.wire.messages import (
-    DrainsSeen,
-    Event,
-    HostBeat,
-    HostLost,
-    HostUp,
-    LeaseRenewed,
-    Received,
-    Tick,
-)
+from memstore.core.wire.messages import DrainsSeen, Event, HostBeat, HostLost, HostUp, LeaseRenewed, Received, Tick
 
 
 class Inputs:

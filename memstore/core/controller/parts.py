@@ -87,7 +87,15 @@ class Parts:
         # report
         self.recorder = EventRecorder(state, out, self.repair.pushes, self.departures, term)
         self.status = StatusReport(
-            state, term, self.view, self.drains, self.room, self.repair.pushes, self.durable_states,
-            self.departures, self.attempts, self.recorder.watch,
-        )  # fmt: skip
+            state,
+            term,
+            self.view,
+            self.drains,
+            self.room,
+            self.repair.pushes,
+            self.durable_states,
+            self.departures,
+            self.attempts,
+            self.recorder.watch,
+        )
         self.dry_runs = DryRuns(state, out, self.durable_states, self.durable_looks)

@@ -78,9 +78,12 @@ class Takeover:
         self.is_settled = True
         self._rebuild()
         self.out.note(
-            "term", term=parts.term, hosts=hosts.live_ids()[:NAMED_MAX], jobs=len(state.jobs),
+            "term",
+            term=parts.term,
+            hosts=hosts.live_ids()[:NAMED_MAX],
+            jobs=len(state.jobs),
             seconds={"settling": state.now - state.started_s},
-        )  # fmt: skip
+        )
         early, self.early = self.early, []
         return early
 

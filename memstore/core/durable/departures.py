@@ -112,11 +112,15 @@ class Departures:
                 is_durable_on = attempt.config.get("durable") is not None
                 found.short.append(
                     ShortStep(
-                        job=job.name, step=step.step, shards=len(few), copies=min(few), replicas=attempt.replicas,
+                        job=job.name,
+                        step=step.step,
+                        shards=len(few),
+                        copies=min(few),
+                        replicas=attempt.replicas,
                         may_come=min(few) < reachable or is_durable_on,
                         durable_problem=self.persists.problem(job, step) if is_durable_on else "",
                     )
-                )  # fmt: skip
+                )
 
     def _staying(self) -> set[str]:
         """Return the hosts to which a draining one may leave its copies."""

@@ -28,10 +28,12 @@ def place_of(config: Mapping[str, Any], marker: DurableMarker | None = None) -> 
     if not config.get("durable"):
         return None
     return DurablePlace(
-        url=config["durable"], compression=config.get("durable_compression"), key_file=config.get("durable_key_file"),
+        url=config["durable"],
+        compression=config.get("durable_compression"),
+        key_file=config.get("durable_key_file"),
         bytes_per_s=math.ceil(config.get("durable_bytes_per_s") or 0) or None,  # a setting may be a float
         key=marker.key if marker is not None else None,
-    )  # fmt: skip
+    )
 
 
 def storage_of(config: Mapping[str, Any]) -> DurablePlace:

@@ -82,9 +82,12 @@ class Persists:
 
     def _named(self, job: Job, number: int | None) -> tuple[StepId | None, Refusal | None]:
         return named_step(
-            job, number, None, among={*job.commits, *job.markers},
+            job,
+            number,
+            None,
+            among={*job.commits, *job.markers},
             option="`memstore export JOB STEP FOLDER --format dcp --attempt N`",
-        )  # fmt: skip
+        )
 
     def want(self, job: Job, step: StepId) -> None:
         """Have a committed step written although no caller waits; to be called again within WANTED_S."""
@@ -115,9 +118,7 @@ class Persists:
         return None
 
     def _look(self, job: Job, step: StepId) -> bool:
-        return self.checks.ask(
-            job, step, lambda unread, lacks: self._looked(job, step, unread, lacks)
-        )  # fmt: skip
+        return self.checks.ask(job, step, lambda unread, lacks: self._looked(job, step, unread, lacks))
 
     def _looked(self, job: Job, step: StepId, unread: str, lacks: str) -> None:
         """Take a look at the storage: the step is there, or is to be written."""

@@ -99,9 +99,17 @@ class SliceHeader:
     def frame(self) -> bytes:
         """Return the fields alone: what every encrypted piece of the slice is bound to."""
         return _FIELDS.pack(
-            _MAGIC, VERSION, self.number, self.spec.chunk_bytes, self.spec.nbytes, len(self.stored_nbytes),
-            self.manifest_nbytes, bytes.fromhex(self.spec.digest), self.key_name, self.salt,
-        )  # fmt: skip
+            _MAGIC,
+            VERSION,
+            self.number,
+            self.spec.chunk_bytes,
+            self.spec.nbytes,
+            len(self.stored_nbytes),
+            self.manifest_nbytes,
+            bytes.fromhex(self.spec.digest),
+            self.key_name,
+            self.salt,
+        )
 
     def chunk_place(self, index: int) -> tuple[int, int, bool]:
         """Return (file offset, stored bytes, is compressed) of chunk `index` of the shard."""

@@ -34,9 +34,15 @@ class DurableFiles(Protocol):
         """Return the place of a job, attempt, step or file, for messages; ConfigError for other names."""
 
     def write(
-        self, job: str, step: StepId, name: str, pieces: Sequence[bytes | memoryview], *,
-        should_stop: Callable[[], bool], is_once: bool,
-    ) -> Wrote:  # fmt: skip
+        self,
+        job: str,
+        step: StepId,
+        name: str,
+        pieces: Sequence[bytes | memoryview],
+        *,
+        should_stop: Callable[[], bool],
+        is_once: bool,
+    ) -> Wrote:
         """Put a file in place; with `is_once` only if none of that name is there, as far as the storage can tell."""
 
     def opened(self, job: str, step: StepId, name: str) -> AbstractContextManager[DurableReader]:

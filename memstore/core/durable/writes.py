@@ -29,14 +29,7 @@ from memstore.core.durable.states import MARKER, DurableState, DurableStates, Pi
 from memstore.core.schedule.durable_interval import Decision, next_durable, optimal_every, retire
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.ids import WireShard, WireSpec, WireStep
-from memstore.core.wire.orders import (
-    DurablePlace,
-    Lineage,
-    RemoveStep,
-    SlicesOfShard,
-    WriteMarker,
-    WriteSlices,
-)
+from memstore.core.wire.orders import DurablePlace, Lineage, RemoveStep, SlicesOfShard, WriteMarker, WriteSlices
 from memstore.core.wire.reports import MarkerWritten, SliceWritten, StepRemoved
 from memstore.intervals import Every, parse_every
 from recovery.inventory import DurableMarker, StepId
@@ -51,9 +44,15 @@ class DurableOrders:
     """Durable writes of all jobs."""
 
     def __init__(
-        self, state: ClusterState, out: Effects, view: ClusterView, steps: StepCommits, retention: Retention,
-        states: DurableStates, persists: Persists,
-    ) -> None:  # fmt: skip
+        self,
+        state: ClusterState,
+        out: Effects,
+        view: ClusterView,
+        steps: StepCommits,
+        retention: Retention,
+        states: DurableStates,
+        persists: Persists,
+    ) -> None:
         self.state, self.out, self.view, self.steps, self.retention = state, out, view, steps, retention
         self.states, self.persists = states, persists
         state.holds.add("a durable write", self._held, is_in_use=True)
@@ -188,8 +187,8 @@ class DurableOrders:
             ids = {rank: WireShard(job.name, write.step.attempt, write.step.step, rank) for rank in ranks}
             parts = [SlicesOfShard(ids[rank], write.specs[rank].digest, tuple(mine)) for rank, mine in ranks.items()]
             order = WriteSlices(
-                job=job.name, durable=write.place, step=WireStep.of(write.step), parts=tuple(parts), key=write.key,
-            )  # fmt: skip
+                job=job.name, durable=write.place, step=WireStep.of(write.step), parts=tuple(parts), key=write.key
+            )
             self.out.send(host, order)
 
     def _move(self, job: Job, write: Write, pieces: set[Piece], gone: str) -> bool:
@@ -316,13 +315,18 @@ class DurableOrders:
         write.waits[MARKER] = host_id  # its death ends the write
         source = job.attempts.get(write.step.attempt, attempt)
         order = WriteMarker(
-            job=job.name, durable=write.place, step=WireStep.of(write.step), key=write.key or "",
+            job=job.name,
+            durable=write.place,
+            step=WireStep.of(write.step),
+            key=write.key or "",
             specs={rank: WireSpec.of(spec) for rank, spec in sorted(write.specs.items())},
             lineage=Lineage(
-                attempt=source.attempt_number, parent_attempt=source.parent, parent_step=source.parent_step,
+                attempt=source.attempt_number,
+                parent_attempt=source.parent,
+                parent_step=source.parent_step,
                 attempts=tuple(job.opened_moments(source.attempt_number)),
             ),
-        )  # fmt: skip
+        )
         self.out.send(host_id, order)
 
     def forget(self, name: str) -> None:

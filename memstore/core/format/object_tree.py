@@ -63,8 +63,13 @@ class Tag(enum.IntEnum):
 MAPS = (Tag.DICT, Tag.ORDERED, Tag.DEFAULT, Tag.COUNTER)
 # What each number of a block of numbers takes.
 NUMBER_BYTES = {
-    Tag.INT_LIST: 8, Tag.INT_TUPLE: 8, Tag.FLOAT_LIST: 8, Tag.FLOAT_TUPLE: 8, Tag.BOOL_LIST: 1, Tag.BOOL_TUPLE: 1,
-}  # fmt: skip
+    Tag.INT_LIST: 8,
+    Tag.INT_TUPLE: 8,
+    Tag.FLOAT_LIST: 8,
+    Tag.FLOAT_TUPLE: 8,
+    Tag.BOOL_LIST: 1,
+    Tag.BOOL_TUPLE: 1,
+}
 BLOB_TAGS = frozenset({Tag.BYTES, Tag.BYTEARRAY, Tag.TEXT, Tag.INT, *NUMBER_BYTES})
 _TAGS: dict[int, Tag] = {int(tag): tag for tag in Tag}
 

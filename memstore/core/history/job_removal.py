@@ -35,9 +35,14 @@ class JobRemoval:
     """Removes jobs."""
 
     def __init__(
-        self, state: ClusterState, out: Effects, journal: Journal, waiters: Waiters, checks: DurableChecks,
+        self,
+        state: ClusterState,
+        out: Effects,
+        journal: Journal,
+        waiters: Waiters,
+        checks: DurableChecks,
         attempts: Attempts,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.state, self.out, self.journal, self.waiters = state, out, journal, waiters
         self.checks, self.attempts = checks, attempts
         self.over_since_s: dict[str, float] = {}  # job -> since when it could expire, as far as this controller saw
@@ -101,17 +106,19 @@ class JobRemoval:
         if alive and not call.request.force:
             member = alive[0]
             self.out.refuse(
-                call, "JobBusyError",
+                call,
+                "JobBusyError",
                 f"job {job.name!r} is being trained: rank {member.rank} on host {member.host_id} (pid {member.pid}) is "
                 "alive. Stop it first, or pass --force as well",
-            )  # fmt: skip
+            )
             return
         if job.pins and not call.request.force:
             self.out.refuse(
-                call, "JobBusyError",
+                call,
+                "JobBusyError",
                 f"job {job.name!r} has pins that would be lost with it: {listed_pins(job)}. Take them back with "
                 f"`memstore unpin {job.name} NAME`, or pass --force as well",
-            )  # fmt: skip
+            )
             return
         pins = {name: PinRow(attempt=pin.attempt, step=pin.step) for name, pin in sorted(job.pins.items())}
         self.remove(job, (call, Removed(job=job.name, pins=pins)))

@@ -104,10 +104,11 @@ class Pins:
             self.room.order(job, job.newest)  # the others give the room back
         pins = f"; its pins are {listed_pins(job)}" if job.pins else ""
         self.waiters.refuse(
-            fact, "CapacityError",
+            fact,
+            "CapacityError",
             f"step {fact.step} of job {job.name!r} cannot be pinned: a pin takes room of its own, and it does not fit "
             f"on {host}: {why}{pins}",
-        )  # fmt: skip
+        )
 
     def apply_pinned(self, fact: StepPinned, *, is_replay: bool) -> None:
         """Apply the replicated pin: retention keeps the step."""

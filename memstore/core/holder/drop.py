@@ -30,9 +30,12 @@ async def drop_job(io: HolderIo, state: HolderState, order: DropJob) -> None:
 
 async def _drop(
     io: HolderIo,
-    state: HolderState, rows: tuple[WireShard, ...], *, number: TermNumber | None = None,
+    state: HolderState,
+    rows: tuple[WireShard, ...],
+    *,
+    number: TermNumber | None = None,
     removed: tuple[str, int] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Drop shards and the room of a removed job, and report it, also if that failed."""
     try:
         await io.on_store(partial(state.store.drop_all, [row.id for row in rows], removed))

@@ -105,9 +105,12 @@ class HolderIo(Protocol):
     """Threads, time, peers, durable storage, memory, ranks and the log of one holder."""
 
     def start(
-        self, lane: Lane, procedure: Callable[Concatenate[HolderIo, P], Coroutine[Any, Any, None]],
-        *args: P.args, **named: P.kwargs,
-    ) -> None:  # fmt: skip
+        self,
+        lane: Lane,
+        procedure: Callable[Concatenate[HolderIo, P], Coroutine[Any, Any, None]],
+        *args: P.args,
+        **named: P.kwargs,
+    ) -> None:
         """Begin a procedure, and do not wait for it. Those of lane `room` run one after another, in their order."""
 
     # -- time -----------------------------------------------------------------------------------
@@ -174,9 +177,15 @@ class HolderIo(Protocol):
         """Copy a slice's chunks; return them and None, or [] and the index of the first chunk with a wrong digest."""
 
     async def write_slice(
-        self, storage: Storage, shard: ShardId, spec: ShardSpec, number: int, manifest: bytes, chunks: Sequence[bytes],
+        self,
+        storage: Storage,
+        shard: ShardId,
+        spec: ShardSpec,
+        number: int,
+        manifest: bytes,
+        chunks: Sequence[bytes],
         stop: Stop,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Write a slice whole or not at all; return False if its step was stopped meanwhile."""
 
     async def store_marker(self, place: DurablePlace, job: str, marker: DurableMarker, lineage: Lineage) -> None:
@@ -206,9 +215,14 @@ class HolderIo(Protocol):
         """Digest everything here again (None: of all jobs), quarantine what is bad; return the counts."""
 
     async def open_incoming(
-        self, name: str, shard: ShardId, digests: Sequence[bytes], sizes: Sequence[int], attempt: int,
+        self,
+        name: str,
+        shard: ShardId,
+        digests: Sequence[bytes],
+        sizes: Sequence[int],
+        attempt: int,
         chunks: tuple[int, ...] | None = None,
-    ) -> IncomingReplica:  # fmt: skip
+    ) -> IncomingReplica:
         """Open an incoming replica for some chunks of a shard, or for all (None); it holds what is here of them."""
 
     async def verify_slots(self, slots: Sequence[int]) -> None:

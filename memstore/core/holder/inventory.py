@@ -19,11 +19,18 @@ def inventory(state: HolderState, journal: Sequence[bytes]) -> HostInventory:
     """Return what a controller must know of this host first."""
     info = state.info
     return HostInventory(
-        incarnation=info.incarnation, endpoints=info.endpoints, machine=info.machine, is_explicit=info.is_explicit,
-        labels=dict(info.labels), limit_bytes=info.limit_bytes, copies=_copies(state),
-        journal=tuple(journal), ranks=tuple(sorted(state.ranks.owners)), up_s=state.now() - state.began_s,
+        incarnation=info.incarnation,
+        endpoints=info.endpoints,
+        machine=info.machine,
+        is_explicit=info.is_explicit,
+        labels=dict(info.labels),
+        limit_bytes=info.limit_bytes,
+        copies=_copies(state),
+        journal=tuple(journal),
+        ranks=tuple(sorted(state.ranks.owners)),
+        up_s=state.now() - state.began_s,
         idle_s=state.idle_s,
-    )  # fmt: skip
+    )
 
 
 def report_copy(state: HolderState, copy: Copy | StoredReplica, put: PutTimes | None = None) -> None:

@@ -70,7 +70,8 @@ class Journal:
         log = self.log
         order = WriteJournal(
             keep=tuple(TermNumber(entry.term, entry.seq) for entry in log.entries),
-            records=tuple(log.shortened_records()), seq=log.last_seq,
-        )  # fmt: skip
+            records=tuple(log.shortened_records()),
+            seq=log.last_seq,
+        )
         for host in self.state.hosts.live_ids():
             self.out.send(host, order)

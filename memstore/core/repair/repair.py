@@ -157,9 +157,17 @@ class Repair:
             job.settled[step] = scan.changes
 
     def _consider_shard(
-        self, now: float, job: Job, attempt: Attempt, step: StepId, rank: int, commit: StepCommitted | None,
-        scan: Substitutes, *, may_drop: bool,
-    ) -> bool:  # fmt: skip
+        self,
+        now: float,
+        job: Job,
+        attempt: Attempt,
+        step: StepId,
+        rank: int,
+        commit: StepCommitted | None,
+        scan: Substitutes,
+        *,
+        may_drop: bool,
+    ) -> bool:
         """Order the copies that one shard lacks, and drop surplus ones; True if there was neither."""
         hosts, copies = self.state.hosts, job.copies[step].get(rank, {})
         shard = ShardId(job.name, step.attempt, step.step, rank)

@@ -20,9 +20,15 @@ class Substitutes:
     """A scan of one step of a job: values that are the same for all its shards are computed once."""
 
     def __init__(
-        self, state: ClusterState, view: ClusterView, room: Reservations, pushes: RepairPushes, job: Job,
-        attempt: Attempt, step: StepId,
-    ) -> None:  # fmt: skip
+        self,
+        state: ClusterState,
+        view: ClusterView,
+        room: Reservations,
+        pushes: RepairPushes,
+        job: Job,
+        attempt: Attempt,
+        step: StepId,
+    ) -> None:
         self.hosts, self.view, self.room, self.pushes = state.hosts, view, room, pushes
         self.now, self.job, self.attempt, self.step = state.now, job, attempt, step
         now = self.now

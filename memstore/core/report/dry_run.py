@@ -44,14 +44,19 @@ class DryRuns:
         self.out.answer(
             call,
             Plan(
-                job=job.name, lost_hosts=lost, verdict=result.verdict, why=result.why,
+                job=job.name,
+                lost_hosts=lost,
+                verdict=result.verdict,
+                why=result.why,
                 step=result.step.step if result.step is not None else None,
                 attempt=result.step.attempt if result.step is not None else None,
                 committed_step=committed,
                 steps_lost=max(0, trained - result.step.step) if result.step is not None else None,
                 ranks_moved=list(result.ranks_moved),
-                world_size=attempt.world_size, step_world_size=result.world_size,
-                moved_bytes=result.moved_bytes, starts_on=self._starts_on(attempt, lost),
+                world_size=attempt.world_size,
+                step_world_size=result.world_size,
+                moved_bytes=result.moved_bytes,
+                starts_on=self._starts_on(attempt, lost),
                 bytes=BytesByTier(local=result.bytes_local, peer=result.bytes_peer, durable=result.bytes_durable),
                 transfers=[
                     TransferRow(t.rank, t.tier, t.source, _said(t.target_host, there), t.nbytes)
@@ -63,7 +68,7 @@ class DryRuns:
                 unlisted=self.looks.unlisted(job),
                 odds=self._odds(job, attempt.replicas),
             ),
-        )  # fmt: skip
+        )
 
     def _starts_on(self, attempt: Attempt, lost: list[str]) -> dict[str, list[int]]:
         """Return where ranks of lost hosts are taken to start, by host that survives: `_what_if` decides it alike."""
@@ -90,11 +95,12 @@ class DryRuns:
             members, hosts = {}, sorted(h for h in there if states[h].info.labels.get("memstore") != "replica") or hosts
         gone = gone_steps(self.state, self.states, job)  # before the loss, to report step by step what it takes
         return what_if(
-            job.inventory(live=self.state.hosts.live_ids(), silent=(), gone=gone), job.spans(attempt.attempt_number),
+            job.inventory(live=self.state.hosts.live_ids(), silent=(), gone=gone),
+            job.spans(attempt.attempt_number),
             {*lost, *(host for host in hosts if host not in there)},
             world_size=world_size,
             rank_hosts={rank: members.get(rank, hosts[rank % len(hosts)]) for rank in range(world_size)},
-        )  # fmt: skip
+        )
 
     def _odds(self, job: Job, replicas: int) -> list[OddsRow]:
         """Return rows of the newest committed step: hosts lost at once, chance that no shard is lost, is it exact."""

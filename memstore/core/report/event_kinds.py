@@ -164,8 +164,7 @@ KINDS: Mapping[str, EventKind] = {
     ),
     "recovered": EventKind(NOTABLE, _recovered),
     "members": EventKind(
-        NOTABLE,
-        lambda e: f"attempt {e['attempt']}: some of its ranks were replaced, it is on {', '.join(e['hosts'])}",
+        NOTABLE, lambda e: f"attempt {e['attempt']}: some of its ranks were replaced, it is on {', '.join(e['hosts'])}"
     ),
     "branched": EventKind(
         NOTABLE,
@@ -207,7 +206,6 @@ KINDS: Mapping[str, EventKind] = {
         PROBLEM, lambda e: f"files of its arena's folder were REMOVED while its holder ran: {e['what']}"
     ),
     "term": EventKind(
-        NOTABLE,
-        lambda e: f"controller of term {e['term']} serves: hosts {', '.join(e['hosts'])}{_took(e, 'settling')}",
+        NOTABLE, lambda e: f"controller of term {e['term']} serves: hosts {', '.join(e['hosts'])}{_took(e, 'settling')}"
     ),
 }

@@ -33,18 +33,33 @@ class RecentEvents:
         self._forgotten_seq = 0  # the newest that was pushed out
 
     def add(
-        self, kind: str, wall_s: float, *, job: str = "", attempt: int | None = None, step: int | None = None,
-        rank: int | None = None, host: str = "", **fields: Any,
-    ) -> EventRow:  # fmt: skip
+        self,
+        kind: str,
+        wall_s: float,
+        *,
+        job: str = "",
+        attempt: int | None = None,
+        step: int | None = None,
+        rank: int | None = None,
+        host: str = "",
+        **fields: Any,
+    ) -> EventRow:
         """Note one thing that happened; KeyError if its kind has no name."""
         ring = self._routine if KINDS[kind].level == ROUTINE else self._rare
         self.last_seq += 1
         if len(ring) == KEPT:
             self._forgotten_seq = max(self._forgotten_seq, ring[0].seq)
         row = EventRow(
-            seq=self.last_seq, event=kind, wall_s=round(wall_s, 3), job=job, attempt=attempt, step=step, rank=rank,
-            host=host, fields=_plain(to_builtins(fields)),
-        )  # fmt: skip
+            seq=self.last_seq,
+            event=kind,
+            wall_s=round(wall_s, 3),
+            job=job,
+            attempt=attempt,
+            step=step,
+            rank=rank,
+            host=host,
+            fields=_plain(to_builtins(fields)),
+        )
         ring.append(row)
         return row
 

@@ -231,9 +231,12 @@ _EVENTS: tuple[tuple[str, tuple[str, ...], str, Mapping[str, Callable[[Fields], 
     ),
 )  # fmt: skip
 _BUCKETS = {
-    "time_to_commit_seconds": COMMIT_S, "time_to_redundant_seconds": COMMIT_S, "restore_seconds": RESTORE_S,
-    "recovery_seconds": RECOVERY_S, "put_stall_seconds": STALL_S,
-}  # fmt: skip
+    "time_to_commit_seconds": COMMIT_S,
+    "time_to_redundant_seconds": COMMIT_S,
+    "restore_seconds": RESTORE_S,
+    "recovery_seconds": RECOVERY_S,
+    "put_stall_seconds": STALL_S,
+}
 
 
 def _table() -> Iterator[Metric]:

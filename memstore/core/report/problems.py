@@ -123,19 +123,25 @@ def _stats_problems(name: str, stats: HostStats, up_s: float) -> Iterator[Proble
     """Yield the problems that a holder names, or counts, in its heartbeat."""
     if stats.short_of_room:
         yield _row(
-            "host_full", DEGRADED, name,
-            f"cannot write beside its arena, so nothing new is stored there: {stats.short_of_room}", None,
+            "host_full",
+            DEGRADED,
+            name,
+            f"cannot write beside its arena, so nothing new is stored there: {stats.short_of_room}",
+            None,
             "remove what else lies in that file system, or enlarge it (mount -o remount,size=...); what waits is "
             "written by itself",
-        )  # fmt: skip
+        )
     if stats.behind_ranks:
         yield _row(
-            "holder_nice", NOTE, name,
+            "holder_nice",
+            NOTE,
+            name,
             f"its holder stands behind training for a core ({stats.behind_ranks}), so where all cores compute a put is "
-            "committed many times later", None,
+            "committed many times later",
+            None,
             "start Ray with RAY_worker_niceness=0 in its environment, or start training with the holder's nice value "
             "(`nice -n`)",
-        )  # fmt: skip
+        )
     yield from _limit_problems(name, stats)
     yield from _descriptor_problems(name, stats)
     lost = stats.files_lost
@@ -145,16 +151,22 @@ def _stats_problems(name: str, stats: HostStats, up_s: float) -> Iterator[Proble
         if is_now:
             after = f"they cannot be written again: {problem}" if problem else "they are being written again"
         yield _row(
-            "files_removed", DEGRADED if is_now else NOTE, name,
+            "files_removed",
+            DEGRADED if is_now else NOTE,
+            name,
             f"files of its arena's folder were removed ({lost}); {after}",
-            up_s, REMOVED_REMEDY,
-        )  # fmt: skip
+            up_s,
+            REMOVED_REMEDY,
+        )
     if stats.scrub:
         yield _row(
-            "damage_found", NOTE, name,
+            "damage_found",
+            NOTE,
+            name,
             f"{stats.scrub} damaged chunks or manifests found since its holder started, to be replaced from a copy",
-            up_s, f"`memstore verify` checks the rest; if it happens again, test the memory of {name}",
-        )  # fmt: skip
+            up_s,
+            f"`memstore verify` checks the rest; if it happens again, test the memory of {name}",
+        )
 
 
 def is_over_limit(stats: HostStats | None) -> bool:
@@ -168,11 +180,14 @@ def _limit_problems(name: str, stats: HostStats) -> Iterator[ProblemRow]:
             f"{nbytes / 2**20:,.1f} MiB" for nbytes in (stats.reserved_bytes, stats.claimed_bytes, stats.limit_bytes)
         ]
         yield _row(
-            "over_limit", DEGRADED, name,
+            "over_limit",
+            DEGRADED,
+            name,
             f"its arena has {sizes[0]} reserved and {sizes[1]} claimed, over the limit of "
-            f"{sizes[2]} ({stats.limit_why}): nothing more is admitted", None,
+            f"{sizes[2]} ({stats.limit_why}): nothing more is admitted",
+            None,
             "`memstore rm` a job that is not needed, or `memstore down` and `memstore up` with a larger --arena-bytes",
-        )  # fmt: skip
+        )
     if stats.limit_warning:
         yield _row("host_warning", NOTE, name, stats.limit_warning, None, "")
 
@@ -189,10 +204,14 @@ def _descriptor_problems(name: str, stats: HostStats) -> Iterator[ProblemRow]:
     if at_once > limit:
         remedy = f"`prlimit --nofile={at_once}: --pid {stats.pid}` there, at once; for its next start {remedy}"
     yield _row(
-        "descriptors", DEGRADED, name,
+        "descriptors",
+        DEGRADED,
+        name,
         f"its holder has {used} of {limit} file descriptors open: at the limit it accepts no rank and no other host, "
-        "and writes no file", None, remedy,
-    )  # fmt: skip
+        "and writes no file",
+        None,
+        remedy,
+    )
 
 
 def drain_text(short: Sequence[ShortStep], durable: Sequence[DurableStep]) -> str:
@@ -238,10 +257,13 @@ def _copy_problems(name: str, newest: AttemptStatus, hosts: list[HostRow]) -> It
     if by_level["host"].tolerated < 0:
         severity: Severity = UNRECOVERABLE if newest.durable_step is None else DEGRADED
         yield _row(
-            "not_whole", severity, name,
-            f"committed step {step} is not whole in RAM any more{short_text(newest)}", newest.committed_s,
+            "not_whole",
+            severity,
+            name,
+            f"committed step {step} is not whole in RAM any more{short_text(newest)}",
+            newest.committed_s,
             f"`memstore plan {name}` shows what a restart would get; bring back a host that holds the rest",
-        )  # fmt: skip
+        )
         return
     if newest.retired:
         way = f"`memstore verify {name}` lifts it" if not newest.is_torn else "the next commit takes its place"
@@ -305,10 +327,15 @@ def _training_problems(
     waits = "" if newest.committed_step is None else f"; committed step {newest.committed_step} waits for it"
     if newest.ended_by:
         yield _row(
-            "job_ended", NOTE if is_launching else STOPPED, name, f"ended by {newest.ended_by}", training.stopped_s,
-            f"none needed: it is being started again{waits}" if is_launching
+            "job_ended",
+            NOTE if is_launching else STOPPED,
+            name,
+            f"ended by {newest.ended_by}",
+            training.stopped_s,
+            f"none needed: it is being started again{waits}"
+            if is_launching
             else f"correct what that says, then start the job again{waits}; `memstore rm {name}` if it is over",
-        )  # fmt: skip
+        )
         return
     if training.ended.count:
         cause, since_s = _ranks_text(training.ended, newest.world_size, "ended without closing the store")
@@ -321,10 +348,15 @@ def _training_problems(
         cause, _ = _ranks_text(training.unseen, newest.world_size, "out of sight: no holder there answers for them")
         away = next((row.status_s for row in hosts if row.host == training.unseen.first[0].host), None)
         yield _row(
-            "ranks_unseen", DEGRADED, name, cause, away, "do not restart them for that: they may train on, and a "
+            "ranks_unseen",
+            DEGRADED,
+            name,
+            cause,
+            away,
+            "do not restart them for that: they may train on, and a "
             "holder that comes back, or its successor, finds them again; only if the machine itself is lost, start the "
             f"job again{waits}",
-        )  # fmt: skip
+        )
     if training.late.count:
         yield _late_problem(name, newest, training, waits)
     elif training.quiet_s > training.quiet_limit_s and not training.ended.count:
@@ -344,10 +376,11 @@ def _late_problem(name: str, newest: AttemptStatus, training: TrainingStatus, wa
     did = f"closed the store after step {first.step}" if first.has_closed else f"put nothing {after}"
     cause = f"ranks put up to step {newest.training_step}, but rank {first.rank} on {first.host}{others} has {did}"
     way = (
-        "every rank has to put the same steps, to the end" if first.has_closed
+        "every rank has to put the same steps, to the end"
+        if first.has_closed
         else f"look at {_process(first)}: if it is stopped (state T in `ps`) `kill -CONT`; if it hangs end it and all "
         "other ranks, and start the job again"
-    )  # fmt: skip
+    )
     return _row("rank_late", STOPPED, name, cause, first.since_s, way + waits)
 
 
@@ -402,18 +435,24 @@ def _job_problems(name: str, newest: AttemptStatus, hosts: list[HostRow]) -> Ite
         if newest.training is not None and newest.training.stopped_s:
             remedy = "see above"
         yield _row(
-            "steps_skipped", NOTE, name, f"{plural(newest.skipped, 'step')} skipped; the newest: {why}",
-            newest.skipped_s, remedy,
-        )  # fmt: skip
+            "steps_skipped",
+            NOTE,
+            name,
+            f"{plural(newest.skipped, 'step')} skipped; the newest: {why}",
+            newest.skipped_s,
+            remedy,
+        )
     for pair in newest.replicas_differ:
         first, second = pair.ranks
         where = ", ".join(pair.names[:3]) or "bytes of unknown tensors"
         yield _row(
-            "replicas_differ", NOTE, name,
+            "replicas_differ",
+            NOTE,
+            name,
             f"ranks {first} and {second} name one shard and differ since step {pair.step} in {where}",
-            pair.since_s, "a missing all-reduce, state that is a rank's own (put it with rank_state=), or a broken "
-            "device",
-        )  # fmt: skip
+            pair.since_s,
+            "a missing all-reduce, state that is a rank's own (put it with rank_state=), or a broken device",
+        )
     is_said = newest.committed_step is not None and newest.copies < newest.replicas  # with its remedy
     for text in () if is_said else (*newest.warnings, *newest.unmet):
         way = "add hosts, or labels for the failure domains they lie in; or ask for fewer replicas"
@@ -430,27 +469,41 @@ def _durable_problems(name: str, newest: AttemptStatus) -> Iterator[ProblemRow]:
         loses = f"losing {fatal}{more} now" if fatal else f"losing {host.tolerated + 1} hosts at once"
         can = "loses" if fatal else "can lose"
         yield _row(
-            "durable_off", NOTE, name, f"durable off: {loses} {can} the run", None,
+            "durable_off",
+            NOTE,
+            name,
+            f"durable off: {loses} {can} the run",
+            None,
             'connect with Config(durable="/a/shared/directory")',
-        )  # fmt: skip
+        )
     elif newest.durable_problem:
         yield _row(
-            "durable_failed", DEGRADED, name, f"durable {newest.durable}: {newest.durable_problem}", newest.durable_s,
+            "durable_failed",
+            DEGRADED,
+            name,
+            f"durable {newest.durable}: {newest.durable_problem}",
+            newest.durable_s,
             "fix that, on every host where it is so; the next write is tried by itself",
-        )  # fmt: skip
+        )
     elif newest.durable_unseen:
         yield _row(
-            "durable_missing", DEGRADED, name,
-            f"durable {newest.durable}: {newest.durable_unseen}", newest.durable_seen_s,
+            "durable_missing",
+            DEGRADED,
+            name,
+            f"durable {newest.durable}: {newest.durable_unseen}",
+            newest.durable_seen_s,
             "find what removes files there, or keeps it from being read; what is in RAM is written again by itself, "
             "and it is looked at every minute until all is there",
-        )  # fmt: skip
+        )
     elif newest.durable_abandoned:
         yield _row(
-            "durable_abandoned", NOTE, name,
-            f"{plural(newest.durable_abandoned, 'durable write')} abandoned for a newer one", newest.durable_s,
+            "durable_abandoned",
+            NOTE,
+            name,
+            f"{plural(newest.durable_abandoned, 'durable write')} abandoned for a newer one",
+            newest.durable_s,
             "faster storage, or a larger durable_every",
-        )  # fmt: skip
+        )
 
 
 def worst(rows: list[ProblemRow]) -> str | None:

@@ -122,16 +122,25 @@ class EventRecorder:
         slowest = max(stalls_s, key=lambda rank: stalls_s[rank])
         place = {"job": key[0], "attempt": key[1].attempt, "step": key[1].step}
         self.note(
-            "put", **place, rank=slowest, host=putting.hosts[slowest], ranks=len(stalls_s),
+            "put",
+            **place,
+            rank=slowest,
+            host=putting.hosts[slowest],
+            ranks=len(stalls_s),
             nbytes=sum(putting.nbytes.values()),
             stall_s={"max": stalls_s[slowest], "median": statistics.median(stalls_s.values())},
             seconds={"sealed": self.state.now - putting.began_s},
-        )  # fmt: skip
+        )
         if ranks:  # once when it begins, not for every further step
             self.note(
-                "unchanged", **place, rank=ranks[0], before=putting.unchanged[ranks[0]], ranks=ranks[:NAMED_MAX],
-                count=len(ranks), why="the optimizer did not step, or the same object was put",
-            )  # fmt: skip
+                "unchanged",
+                **place,
+                rank=ranks[0],
+                before=putting.unchanged[ranks[0]],
+                ranks=ranks[:NAMED_MAX],
+                count=len(ranks),
+                why="the optimizer did not step, or the same object was put",
+            )
 
     @never_raises
     def skipped(self, host: str, request: SkipStep) -> None:
@@ -159,9 +168,13 @@ class EventRecorder:
             case f.AttemptOpened():
                 is_new = job is None or fact.attempt not in job.attempts  # else it was written again, with a process
                 note(
-                    "attempt" if is_new else "members", **place, ranks=fact.world_size, parent=fact.parent,
-                    fresh=fact.is_fresh, hosts=sorted(set(fact.hosts))[:NAMED_MAX],
-                )  # fmt: skip
+                    "attempt" if is_new else "members",
+                    **place,
+                    ranks=fact.world_size,
+                    parent=fact.parent,
+                    fresh=fact.is_fresh,
+                    hosts=sorted(set(fact.hosts))[:NAMED_MAX],
+                )
             case f.AttemptClosed(ended_by=""):
                 note("closed", **place)
             case f.AttemptClosed(ended_by=why):
@@ -196,12 +209,16 @@ class EventRecorder:
                 self._put((job.name, step), putting)
             ranks = job.copies.get(step, {})
             self.note(
-                "commit", **place, ranks=fact.world_size, copies=fewest(fact.hosts), level=fact.level,
+                "commit",
+                **place,
+                ranks=fact.world_size,
+                copies=fewest(fact.hosts),
+                level=fact.level,
                 nbytes=sum(next(iter(hosts.values())).spec.nbytes for hosts in ranks.values() if hosts),
                 hosts=sorted({host for hosts in fact.hosts for host in hosts})[:NAMED_MAX],
                 degraded=fact.reason if fact.is_degraded else "",
                 seconds=phases(committed=took_s, redundant=None if fact.is_degraded else took_s),
-            )  # fmt: skip
+            )
             self._pass_over(job, step)
             self._recovered(job, fact)
         if putting is not None:
@@ -216,9 +233,13 @@ class EventRecorder:
                 del self.puts[key]
                 if not putting.is_committed and key[1].attempt == newest.attempt:
                     self.note(
-                        "superseded", job=job.name, attempt=newest.attempt, step=key[1].step,
-                        why=f"step {newest.step} was committed first", ranks=len(putting.stalls_s),
-                    )  # fmt: skip
+                        "superseded",
+                        job=job.name,
+                        attempt=newest.attempt,
+                        step=key[1].step,
+                        why=f"step {newest.step} was committed first",
+                        ranks=len(putting.stalls_s),
+                    )
 
     def _abandoned(self, fact: f.StepSkipped) -> None:
         word = self.skips.pop((fact.job, fact.attempt, fact.step), None)
@@ -231,9 +252,7 @@ class EventRecorder:
             host, request = word
             found, why = {"rank": request.rank, "host": host}, request.why or "no room"
             found |= {"stall_s": seconds(request.stall_s)} if request.stall_s is not None else {}
-        self.note(
-            "skip", job=fact.job, attempt=fact.attempt, step=fact.step, why=why, resume=fact.resume, **found,
-        )  # fmt: skip
+        self.note("skip", job=fact.job, attempt=fact.attempt, step=fact.step, why=why, resume=fact.resume, **found)
 
     def _recovered(self, job: Job, fact: f.StepCommitted) -> None:
         """Record the seconds of all phases of a recovery with the first commit of its generation."""
@@ -243,10 +262,15 @@ class EventRecorder:
         recovery = attempt.recovery
         recovery.end_phase("first_step", self.state.now)
         self.note(
-            "recovered", job=job.name, attempt=fact.attempt, step=fact.step, rank=recovery.rank, host=recovery.host,
+            "recovered",
+            job=job.name,
+            attempt=fact.attempt,
+            step=fact.step,
+            rank=recovery.rank,
+            host=recovery.host,
             generation=attempt.generation,
             seconds=dict(recovery.seconds),
-        )  # fmt: skip
+        )
 
     @never_raises
     def tick(self) -> None:

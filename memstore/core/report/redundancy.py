@@ -99,9 +99,13 @@ class RedundancyMonitor:
         done = self.open_repairs.pop(name)
         took_s = self.state.now - done.since_s
         self._add(
-            "repaired", job=name, shards=done.shards, nbytes=done.nbytes, missing=self._missing(name),
+            "repaired",
+            job=name,
+            shards=done.shards,
+            nbytes=done.nbytes,
+            missing=self._missing(name),
             seconds={"repair": took_s},
-        )  # fmt: skip
+        )
 
     def _missing(self, name: str) -> int:
         job = self.state.jobs.get(name)
@@ -125,9 +129,14 @@ class RedundancyMonitor:
         if commit is not None and is_short and job.name not in self.short_s:
             self.short_s[job.name] = self.state.now
             self._add(
-                "degraded", job=job.name, attempt=commit.attempt, step=commit.step, shards=len(short),
-                missing=sum(short.values()), why=commit.reason if commit.is_degraded else "copies were lost",
-            )  # fmt: skip
+                "degraded",
+                job=job.name,
+                attempt=commit.attempt,
+                step=commit.step,
+                shards=len(short),
+                missing=sum(short.values()),
+                why=commit.reason if commit.is_degraded else "copies were lost",
+            )
         elif job.name in self.short_s and not is_short:
             since_s = self.short_s.pop(job.name)
             ended = {} if commit is None else {"attempt": commit.attempt, "step": commit.step}

@@ -24,6 +24,7 @@ from memstore.core.targets.drain import Drains
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.replies import Status
 from memstore.core.wire.status_rows import AttemptStatus, HostRow, JobRow, ShortRow, SurvivalRow
+from placement.groups import Placement
 from placement.topology import is_finer
 from recovery.inventory import ShardId, StepId
 
@@ -49,10 +50,18 @@ class StatusReport:
     """
 
     def __init__(
-        self, state: ClusterState, term: int, view: ClusterView, drains: Drains, room: Reservations,
-        pushes: RepairPushes, states: DurableStates, departures: Departures, attempts: Attempts,
+        self,
+        state: ClusterState,
+        term: int,
+        view: ClusterView,
+        drains: Drains,
+        room: Reservations,
+        pushes: RepairPushes,
+        states: DurableStates,
+        departures: Departures,
+        attempts: Attempts,
         watch: RedundancyMonitor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.state, self.term, self.view, self.drains, self.room, self.pushes = state, term, view, drains, room, pushes
         self.states, self.departures, self.attempts, self.watch = states, departures, attempts, watch
         self._shards: dict[str, Shards] = {}
@@ -66,10 +75,15 @@ class StatusReport:
         waiting = launches(state, self.attempts)
         jobs = [self._job(job) for _, job in sorted(state.jobs.items())]
         return Status(
-            term=self.term, serving_s=now - state.started_s, hosts=hosts, job_defaults=dict(state.rules.job_defaults),
-            failure_domains=list(state.rules.failure_domains), launches=waiting, jobs=jobs,
+            term=self.term,
+            serving_s=now - state.started_s,
+            hosts=hosts,
+            job_defaults=dict(state.rules.job_defaults),
+            failure_domains=list(state.rules.failure_domains),
+            launches=waiting,
+            jobs=jobs,
             problems=problems(hosts, waiting, jobs),
-        )  # fmt: skip
+        )
 
     def _host(self, host: str, holds: list[str], pushes: int) -> HostRow:
         now, state, remains = self.state.now, self.state.hosts.states[host], self.departures.remains(host)
@@ -88,9 +102,10 @@ class StatusReport:
         commits = {name: job.commits for name, job in self.state.jobs.items()}
         under_way = self.pushes.under_way.items()
         return Counter(
-            source for (shard, _), (source, _) in under_way
+            source
+            for (shard, _), (source, _) in under_way
             if StepId(shard.attempt, shard.step) in commits.get(shard.job, ())
-        )  # fmt: skip
+        )
 
     def _holds(self) -> dict[str, list[str]]:
         """Return by host the hosts whose ranks' newest committed shards lie there, over all jobs; itself first."""
@@ -105,15 +120,22 @@ class StatusReport:
     def _looked(self, job: Job, attempt: Attempt, step: StepId) -> Shards:
         rank_hosts = {rank: member.host_id for rank, member in attempt.members.items()}
         when = (
-            job.commits[step], job.changes.get(step), step in job.copies, self.state.hosts.changes_count,
-            attempt.replicas, rank_hosts,
-        )  # fmt: skip
+            job.commits[step],
+            job.changes.get(step),
+            step in job.copies,
+            self.state.hosts.changes_count,
+            attempt.replicas,
+            rank_hosts,
+        )
         known = self._shards.get(job.name)
         if known is None or known.when != when:
             known = self._shards[job.name] = Shards(
-                when, fewest_copies(self.state, job, step), self.watch.short_shards(job),
-                self._survives(job, step), held_for(rank_hosts, job.copies.get(step, {}), self.state.hosts.states),
-            )  # fmt: skip
+                when,
+                fewest_copies(self.state, job, step),
+                self.watch.short_shards(job),
+                self._survives(job, step),
+                held_for(rank_hosts, job.copies.get(step, {}), self.state.hosts.states),
+            )
         return known
 
     def _survives(self, job: Job, step: StepId) -> list[SurvivalRow]:
@@ -128,25 +150,32 @@ class StatusReport:
     def _job(self, job: Job) -> JobRow:
         known = steps_of(self.state, self.states, job)
         return JobRow(
-            job=job.name, attempt=known.attempt, steps=known.steps, gone=known.gone, attempts=known.attempts,
-            pins=known.pins, origin=known.origin,
+            job=job.name,
+            attempt=known.attempt,
+            steps=known.steps,
+            gone=known.gone,
+            attempts=known.attempts,
+            pins=known.pins,
+            origin=known.origin,
             newest=self._attempt(job, job.newest) if job.newest is not None else None,
-        )  # fmt: skip
+        )
 
     def _attempt(self, job: Job, attempt: Attempt) -> AttemptStatus:
         newest, on_storage, recovery = job.newest_committed, job.newest_durable, attempt.recovery
         placement = self.view.placement(job)
-        placements = placement.placements if placement is not None else ()
         durable = self.states.of(job.name)
         seen_s = durable.seen_s.get(on_storage) if on_storage is not None else None
         looked = self._looked(job, attempt, newest) if newest is not None else None
         short = looked.short if looked is not None else {}
-        closed_s = self.state.now - attempt.closed_s if attempt.has_ended_well else None
         return AttemptStatus(
-            phase=attempt.phase, ended_by=attempt.ended_by, closed_s=closed_s,
-            training=training_status(self.state, job, attempt), generation=attempt.generation,
+            phase=attempt.phase,
+            ended_by=attempt.ended_by,
+            closed_s=self.state.now - attempt.closed_s if attempt.has_ended_well else None,
+            training=training_status(self.state, job, attempt),
+            generation=attempt.generation,
             replaced=list(recovery.replaced) if recovery is not None else [],
-            recovery_s=dict(recovery.seconds) if recovery is not None else {}, world_size=attempt.world_size,
+            recovery_s=dict(recovery.seconds) if recovery is not None else {},
+            world_size=attempt.world_size,
             ranks_alive=sum(s.is_alive and self.state.hosts.is_live(s.host_id) for s in attempt.members.values()),
             shards=max(attempt.shard_of, default=-1) + 1,
             writers=list(attempt.writers),
@@ -172,11 +201,10 @@ class StatusReport:
             parent_step=attempt.parent_step,
             level=placement.level if placement is not None else None,
             level_asked=attempt.level_asked,
-            is_level_finer=placement is not None
-            and is_finer(placement.level, attempt.level_asked, self.state.hosts.failure_domains),
+            is_level_finer=self._is_level_finer(attempt, placement),
             targets=placement.merged() if placement is not None else {},
             warnings=list(placement.warnings) if placement is not None else [],
-            unmet=[f"{u.owner} -> {u.target}: {u.why}" for each in placements for u in each.unmet],
+            unmet=_unmet_rows(placement) if placement is not None else [],
             durable=attempt.config.get("durable"),
             durable_step=on_storage.step if on_storage is not None else None,
             durable_seen_s=self.state.now - seen_s if seen_s is not None else None,
@@ -190,7 +218,12 @@ class StatusReport:
             skipped_s=self._skipped_s(job, attempt),
             skip_why=attempt.skip_why,
             is_skip_for_room=attempt.is_skip_for_room,
-        )  # fmt: skip
+        )
+
+    def _is_level_finer(self, attempt: Attempt, placement: Placement | None) -> bool:
+        return placement is not None and is_finer(
+            placement.level, attempt.level_asked, self.state.hosts.failure_domains
+        )
 
     def _skipped_s(self, job: Job, attempt: Attempt) -> float | None:
         """Return since when a step was given up, if none that is newer is committed, or it was just now."""
@@ -279,3 +312,7 @@ class StatusReport:
             return f"{state.status}, {state.why}" if state is not None else "it is not here"
         is_passed_over = hosts.is_on_probation(self.state.now, host) and shard not in self.pushes.vain_s
         return "it died 3 times within 10 minutes, another host is sought" if is_passed_over else ""
+
+
+def _unmet_rows(placement: Placement) -> list[str]:
+    return [f"{u.owner} -> {u.target}: {u.why}" for each in placement.placements for u in each.unmet]

@@ -31,10 +31,12 @@ def steps_of(state: ClusterState, states: DurableStates, job: Job) -> StepList:
     gone = {step for step, hosts in awaited.items() if not hosts}
     return StepList(
         attempt=job.newest.attempt_number if job.newest is not None else None,
-        steps=step_rows(state, job, awaited), gone=gone_rows(job, gone), attempts=attempt_rows(state, job),
+        steps=step_rows(state, job, awaited),
+        gone=gone_rows(job, gone),
+        attempts=attempt_rows(state, job),
         pins={name: PinRow(attempt=pin.attempt, step=pin.step) for name, pin in sorted(job.pins.items())},
         origin=_origin_row(job.origin),
-    )  # fmt: skip
+    )
 
 
 def attempt_rows(state: ClusterState, job: Job) -> list[AttemptRow]:
@@ -44,26 +46,37 @@ def attempt_rows(state: ClusterState, job: Job) -> list[AttemptRow]:
     rows = [_attempt_row(state, job, attempt, lineage) for attempt in job.attempts.values()]
     rows += [
         AttemptRow(
-            attempt=past.attempt, parent=past.parent, parent_step=past.parent_step, phase="past",
-            world_size=past.world_size, is_fresh=past.parent is None, origin=None, abandoned=[], age_s=None,
+            attempt=past.attempt,
+            parent=past.parent,
+            parent_step=past.parent_step,
+            phase="past",
+            world_size=past.world_size,
+            is_fresh=past.parent is None,
+            origin=None,
+            abandoned=[],
+            age_s=None,
             in_lineage=attempt_number in lineage,
         )
         for attempt_number, past in job.past.items()
         if attempt_number not in job.attempts
-    ]  # fmt: skip
+    ]
     return sorted(rows, key=lambda row: -row.attempt)[:ATTEMPTS_SHOWN_MAX]
 
 
 def _attempt_row(state: ClusterState, job: Job, attempt: Attempt, lineage: Collection[int]) -> AttemptRow:
     abandoned = [n for n, phase in attempt.steps.items() if phase == "abandoned"]
     return AttemptRow(
-        attempt=attempt.attempt_number, parent=attempt.parent, parent_step=attempt.parent_step,
-        phase=attempt.phase, world_size=attempt.world_size, is_fresh=attempt.is_fresh,
+        attempt=attempt.attempt_number,
+        parent=attempt.parent,
+        parent_step=attempt.parent_step,
+        phase=attempt.phase,
+        world_size=attempt.world_size,
+        is_fresh=attempt.is_fresh,
         origin=_origin_row(attempt.origin),
         abandoned=sorted(abandoned, reverse=True)[:ABANDONED_SHOWN_MAX],
         age_s=state.age_s(attempt.opened_s) if attempt.opened_s is not None else None,
         in_lineage=attempt.attempt_number in lineage,
-    )  # fmt: skip
+    )
 
 
 def _origin_row(fact: JobBranched | None) -> OriginRow | None:
@@ -101,11 +114,14 @@ def step_rows(state: ClusterState, job: Job, awaited: Mapping[StepId, list[str]]
         marker = job.markers.get(step)
         rows.append(
             StepRow(
-                attempt=step.attempt, step=step.step, state=step_state(job, step),
+                attempt=step.attempt,
+                step=step.step,
+                state=step_state(job, step),
                 waiting_for=list(awaited.get(step, ())),
                 committed=commit is not None,
                 degraded=commit.reason if commit is not None and commit.is_degraded else "",
-                durable=marker is not None, durable_key=marker.key if marker is not None else "",
+                durable=marker is not None,
+                durable_key=marker.key if marker is not None else "",
                 in_lineage=in_lineage(spans, step),
                 retired=job.retired.get(step, ""),
                 pins=sorted(n for n, p in job.pins.items() if (p.attempt, p.step) == (step.attempt, step.step)),
@@ -116,7 +132,7 @@ def step_rows(state: ClusterState, job: Job, awaited: Mapping[StepId, list[str]]
                 hosts=sorted({host for hosts in ranks.values() for host in hosts}),
                 age_s=state.age_s(commit.wall_s) if commit is not None else None,
             )
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -195,8 +211,13 @@ def spans_of(
         if is_gone:
             rows.append(
                 GoneRow(
-                    attempt=attempt, first=members[-1].step, last=members[0].step, count=len(members), state="gone",
-                    in_lineage=is_in, pins=sorted(name for step in members for name in pins.get(step, ())),
+                    attempt=attempt,
+                    first=members[-1].step,
+                    last=members[0].step,
+                    count=len(members),
+                    state="gone",
+                    in_lineage=is_in,
+                    pins=sorted(name for step in members for name in pins.get(step, ())),
                 )
-            )  # fmt: skip
+            )
     return rows

@@ -39,13 +39,18 @@ def training_status(state: ClusterState, job: Job, attempt: Attempt) -> Training
     stopped += [uncommitted_s] if uncommitted_s is not None and uncommitted_s > limit_s else []
     alive = [member for member in members if member.is_alive]
     return TrainingStatus(
-        ended=_group(ended, now), unseen=_group(unseen, now), late=_group(late, now),
+        ended=_group(ended, now),
+        unseen=_group(unseen, now),
+        late=_group(late, now),
         example=_place(alive[0], now) if alive else None,
-        quiet_s=0.0 if is_restoring else quiet_s, quiet_limit_s=quiet_limit_s,
+        quiet_s=0.0 if is_restoring else quiet_s,
+        quiet_limit_s=quiet_limit_s,
         interval_s=attempt.progress.interval_s(),
-        uncommitted_s=uncommitted_s, uncommitted_limit_s=limit_s,
-        puts_differ=attempt.passed_count >= PASSED_OFTEN, stopped_s=max(stopped, default=0.0),
-    )  # fmt: skip
+        uncommitted_s=uncommitted_s,
+        uncommitted_limit_s=limit_s,
+        puts_differ=attempt.passed_count >= PASSED_OFTEN,
+        stopped_s=max(stopped, default=0.0),
+    )
 
 
 def _quiet_s(attempt: Attempt, now: float) -> float:
@@ -70,9 +75,13 @@ def _since_put_s(member: AttemptMember, now: float) -> float | None:
 
 def _place(member: AttemptMember, now: float) -> RankPlace:
     return RankPlace(
-        rank=member.rank, host=member.host_id, pid=member.pid, step=max(member.sealed_step, member.step),
-        since_s=_since_put_s(member, now), has_closed=member.has_closed,
-    )  # fmt: skip
+        rank=member.rank,
+        host=member.host_id,
+        pid=member.pid,
+        step=max(member.sealed_step, member.step),
+        since_s=_since_put_s(member, now),
+        has_closed=member.has_closed,
+    )
 
 
 def _group(members: Iterable[AttemptMember], now: float) -> RankGroup:

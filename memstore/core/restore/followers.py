@@ -87,10 +87,16 @@ class Followers:
 
         self.keep(
             Wish(
-                asked.job, asked.step, asked.of_attempt, asked.lease, call.host_id, asked.limit_s, answer,
+                asked.job,
+                asked.step,
+                asked.of_attempt,
+                asked.lease,
+                call.host_id,
+                asked.limit_s,
+                answer,
                 lambda error, why: self.out.refuse(call, error, why),
             )
-        )  # fmt: skip
+        )
 
     def keep(self, wish: Wish) -> None:
         """Keep a committed step, if it has room of its own; answer at once or once every host has claimed that."""

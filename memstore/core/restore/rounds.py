@@ -43,9 +43,16 @@ class Rounds:
     """The rounds of all jobs; they stand in `ClusterState.rounds`."""
 
     def __init__(
-        self, state: ClusterState, out: Effects, journal: Journal, view: ClusterView, markers: DurableMarkers,
-        staging: Staging, reads: SingleReads, followers: Followers,
-    ) -> None:  # fmt: skip
+        self,
+        state: ClusterState,
+        out: Effects,
+        journal: Journal,
+        view: ClusterView,
+        markers: DurableMarkers,
+        staging: Staging,
+        reads: SingleReads,
+        followers: Followers,
+    ) -> None:
         self.state, self.out, self.journal, self.view = state, out, journal, view
         self.markers, self.staging, self.reads, self.followers = markers, staging, reads, followers
         state.holds.add("a restore", self._held, is_in_use=True)
@@ -85,10 +92,11 @@ class Rounds:
             return
         if request.is_adopting and attempt.has_put:
             self.out.refuse(
-                call, "RecoveryError",
+                call,
+                "RecoveryError",
                 f"job {name!r}: get() after this attempt's first put would go back in time: use store.rewind(step) to "
                 "continue from an older step, or get(step=S) to read one",
-            )  # fmt: skip
+            )
             return
         active = self.state.rounds.get(name)
         if active is None or active.attempt != attempt.attempt_number:
@@ -167,8 +175,7 @@ class Rounds:
         attempt = self.state.jobs[active.job].attempts[active.attempt]
         job = self.state.jobs.get(active.source) or Job(active.source)  # a late host may know it
         inventory = job.inventory(
-            live=self.state.hosts.live_ids(),
-            silent=() if is_grace_over else self.view.silent_hosts(job),
+            live=self.state.hosts.live_ids(), silent=() if is_grace_over else self.view.silent_hosts(job)
         )
         known, number = {*job.commits, *job.markers}, job.present_number
         if active.from_job is None:
@@ -219,9 +226,12 @@ class Rounds:
             live = sorted(h for h in held if self.state.hosts.is_answering(h))
             active.staging_hosts[rank] = live[0] if live else asking_hosts[rank % len(asking_hosts)]
         return plan(
-            inventory, job.spans_to_read(attempt.attempt_number, step), world_size=len(result.specs),
-            rank_hosts=active.staging_hosts, only_step=step,
-        )  # fmt: skip
+            inventory,
+            job.spans_to_read(attempt.attempt_number, step),
+            world_size=len(result.specs),
+            rank_hosts=active.staging_hosts,
+            only_step=step,
+        )
 
     def plan_again(self, now: float, active: Round) -> None:
         """Plan the next candidate, or the same one from other sources, under a new number (R23)."""
@@ -242,11 +252,12 @@ class Rounds:
             return
         if self.state.is_dropped(job):
             self.fail(
-                active, "RecoveryError",
+                active,
+                "RecoveryError",
                 f"the steps of job {job.name!r} were dropped from RAM: "
                 f"{WHY_DROPPED}.\nStart over with connect(..., fresh=True), or "
                 f"forget it with `memstore rm {job.name}`",
-            )  # fmt: skip
+            )
             return
         if job.has_history or active.failed_steps or active.unread or active.from_job is not None:
             lines = [f"step {r.step.step} (attempt {r.step.attempt}): {r.reason}" for r in result.rejected[:10]]
@@ -254,11 +265,12 @@ class Rounds:
             lines += [f"durable storage could not be read: {active.unread}"] if active.unread else []
             start_over = "" if active.from_job is not None else ", or start over with connect(..., fresh=True)"
             self.fail(
-                active, "RecoveryError",
+                active,
+                "RecoveryError",
                 f"job {job.name!r} has history but no whole step, neither in RAM nor on durable storage:\n  "
                 + "\n  ".join(lines or [result.why])
                 + f"\nBring the named hosts back and call get() again{_way_back(job)}{start_over}",
-            )  # fmt: skip
+            )
             return
         self._restore_nothing(now, active)
 
@@ -275,18 +287,20 @@ class Rounds:
             what = f"job {job.name!r}: step {step.step} was put by {ranks}, this attempt has {attempt.world_size}"
             if active.from_job is not None:
                 self.fail(
-                    active, "WorldSizeError",
+                    active,
+                    "WorldSizeError",
                     f"{what}. Start {ranks}, or load what DCP saved with memstore.reader({job.name!r}).load(state, "
                     f"{step.step}); get({step.step}, rank=r, from_job={job.name!r}) reads one",
-                )  # fmt: skip
+                )
                 return
             self.fail(
-                active, "WorldSizeError",
+                active,
+                "WorldSizeError",
                 f"{what}. Start {ranks}, or dcp.load(state, storage_reader=store.dcp_reader()) what DCP saved. Ranks "
                 "that hold equal state (DDP): connect(shard_rank=0, shard_count=1), any number gets it; "
                 "get(step, rank=r) reads one",
                 is_end=not _share(attempt, job.attempts.get(step.attempt)),
-            )  # fmt: skip
+            )
             return
         if active.is_adopting and (why := same_number(attempt, step)):
             return self.fail(active, "RecoveryError", why)
@@ -337,20 +351,23 @@ class Rounds:
         """Return whether a get has another step than this one; the only one is better than none (R25)."""
         other = plan(
             job.inventory(live=self.state.hosts.live_ids(), silent=self.view.silent_hosts(job)),
-            job.spans(attempt.attempt_number), world_size=attempt.world_size,
+            job.spans(attempt.attempt_number),
+            world_size=attempt.world_size,
             rank_hosts={rank: member.host_id for rank, member in attempt.members.items()},
             not_steps=(*active.failed_steps, step),
-        )  # fmt: skip
+        )
         return other.step is not None and (active.is_agreement or other.world_size == attempt.world_size)
 
     def _is_crash_looping(self, job: Job, step: StepId) -> bool:
         rules = self.state.rules
         wall_s = self.state.wall_s
         recent = [
-            r for r in job.restores
-            if r.step == step and abs(wall_s - r.wall_s) <= rules.crash_window_s  # clocks may have been set back
+            r
+            for r in job.restores
+            if r.step == step
+            and abs(wall_s - r.wall_s) <= rules.crash_window_s  # clocks may have been set back
             and not self._is_no_verdict(job.attempts.get(r.attempt))
-        ]  # fmt: skip
+        ]
         return len(recent) >= rules.max_restores
 
     @staticmethod
@@ -448,9 +465,14 @@ class Rounds:
         self._let_go(active)
         if is_end:
             self.out.note(
-                "restore_failed", job=active.job, attempt=active.attempt, error=name, why=message, phase=active.phase,
+                "restore_failed",
+                job=active.job,
+                attempt=active.attempt,
+                error=name,
+                why=message,
+                phase=active.phase,
                 seconds={"waited": self.state.now - active.since_s},
-            )  # fmt: skip
+            )
         if active.is_loading:
             self.state.jobs[active.job].attempts[active.attempt].failed_load = (active.number, message)
         active.waiting.refuse_all(self.out, name, message)

@@ -102,32 +102,61 @@ class SingleReads:
         runs = [Run(t.tier, t.source, t.first_chunk, t.chunks_count) for t in result.transfers if t.rank == rank]
         use: Use = "repair" if asked.is_repair else "read"
         number = self.bring(
-            call.host_id, shard, result.specs[rank], runs, use=use, job=job.name, attempt=attempt.attempt_number,
-            durable=place_of(attempt.config, job.markers.get(result.step)), reader=asked.reader, chunks=asked.chunks,
-        )  # fmt: skip
+            call.host_id,
+            shard,
+            result.specs[rank],
+            runs,
+            use=use,
+            job=job.name,
+            attempt=attempt.attempt_number,
+            durable=place_of(attempt.config, job.markers.get(result.step)),
+            reader=asked.reader,
+            chunks=asked.chunks,
+        )
         self.state.reads[number] = Read(call, shard, result.verdict, result.why, report)
 
     def bring(
-        self, host: str, shard: ShardId, spec: ShardSpec, runs: Sequence[Run], *, use: Use, job: str, attempt: int,
-        durable: DurablePlace | None, reader: str, chunks: tuple[ChunkRange, ...] | None = None,
-    ) -> int:  # fmt: skip
+        self,
+        host: str,
+        shard: ShardId,
+        spec: ShardSpec,
+        runs: Sequence[Run],
+        *,
+        use: Use,
+        job: str,
+        attempt: int,
+        durable: DurablePlace | None,
+        reader: str,
+        chunks: tuple[ChunkRange, ...] | None = None,
+    ) -> int:
         """Order a host to have a shard in a reader's reach; return the number of the order."""
         self._count += 1
         copies = self.state.jobs[shard.job].copies.get(StepId(shard.attempt, shard.step), {}).get(shard.rank, {})
         order = Bring(
-            read=self._count, job=job, shard=WireShard.of(shard), spec=WireSpec.of(spec), chunks=chunks,
-            attempt=attempt, holders=tuple(sorted(h for h in copies if self.state.hosts.is_live(h))), durable=durable,
-            runs=tuple(runs), reader=reader, use=use,
-        )  # fmt: skip
+            read=self._count,
+            job=job,
+            shard=WireShard.of(shard),
+            spec=WireSpec.of(spec),
+            chunks=chunks,
+            attempt=attempt,
+            holders=tuple(sorted(h for h in copies if self.state.hosts.is_live(h))),
+            durable=durable,
+            runs=tuple(runs),
+            reader=reader,
+            use=use,
+        )
         self.out.send(host, order)
         return self._count
 
     def _plan_at(self, host: str, job: Job, attempt: Attempt, only: StepId | None, world_size: int) -> RecoveryPlan:
         """Return the plan to bring all ranks' shards to one host; none for another world size (R27)."""
         return plan(
-            job.inventory(live=self.state.hosts.live_ids(), silent=()), job.spans_to_read(attempt.attempt_number, only),
-            world_size=world_size, rank_hosts=dict.fromkeys(range(world_size), host), only_step=only,
-        )  # fmt: skip
+            job.inventory(live=self.state.hosts.live_ids(), silent=()),
+            job.spans_to_read(attempt.attempt_number, only),
+            world_size=world_size,
+            rank_hosts=dict.fromkeys(range(world_size), host),
+            only_step=only,
+        )
 
     def ended(self, report: Brought) -> bool:
         """Answer a read whose shard is in its reader's reach, or could not be brought there; False if it is none."""
@@ -137,9 +166,13 @@ class SingleReads:
         shard = read.shard
         if report.problem is None:
             reply = ShardReady(
-                step=shard.step, attempt=shard.attempt, verdict=read.verdict, why=read.why, report=read.report,
+                step=shard.step,
+                attempt=shard.attempt,
+                verdict=read.verdict,
+                why=read.why,
+                report=read.report,
                 read=report.read,
-            )  # fmt: skip
+            )
             self.out.answer(read.call, reply)
         elif self._was_dropped(shard):
             self.out.refuse(read.call, "StepDropped", dropped_text(shard.job, shard.step))

@@ -60,9 +60,14 @@ class Staging:
     """Rounds that have decided."""
 
     def __init__(
-        self, state: ClusterState, out: Effects, journal: Journal, room: Reservations, repair: Repair,
+        self,
+        state: ClusterState,
+        out: Effects,
+        journal: Journal,
+        room: Reservations,
+        repair: Repair,
         reads: SingleReads,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.state, self.out, self.journal = state, out, journal
         self.room, self.repair, self.reads = room, repair, reads
 
@@ -87,10 +92,16 @@ class Staging:
         durable = place_of(storage_config(self.state, active), job.markers.get(step))
         for rank, staging_host in sorted(active.staging_hosts.items()):
             number = self.reads.bring(
-                staging_host, ShardId(job.name, step.attempt, step.step, rank), result.specs[rank],
-                runs.get(rank, ()), use="get", job=active.job, attempt=active.attempt, durable=durable,
+                staging_host,
+                ShardId(job.name, step.attempt, step.step, rank),
+                result.specs[rank],
+                runs.get(rank, ()),
+                use="get",
+                job=active.job,
+                attempt=active.attempt,
+                durable=durable,
                 reader=readers.get(rank, ""),
-            )  # fmt: skip
+            )
             active.reads[number] = rank
         if active.is_adopting:  # the fact spreads while the bytes come
             decided = RestoreDecided(
@@ -136,7 +147,7 @@ class Staging:
                 f"step {step.step} (attempt {step.attempt}) could not be brought to rank {rank} on host "
                 f"{active.staging_hosts[rank]}: {problem}. Nothing is known to be lost and no older step was "
                 "taken: call get() again once the cause is gone",
-            )  # fmt: skip
+            )
         for source, chunks in bad.items():
             copy = job.copies.get(step, {}).get(rank, {}).get(source)
             if copy is None:
@@ -176,9 +187,17 @@ class Staging:
             digests = tuple(result.digests[r] for r in ranks)
             hosts = tuple(tuple(sorted(job.copies.get(step, {}).get(r, {}))) for r in ranks)
             fact = StepCommitted(
-                job.name, step.attempt, step.step, len(ranks), digests, hosts, attempt.level_asked, True,
-                ADOPTED, self.state.wall_s,
-            )  # fmt: skip
+                job.name,
+                step.attempt,
+                step.step,
+                len(ranks),
+                digests,
+                hosts,
+                attempt.level_asked,
+                True,
+                ADOPTED,
+                self.state.wall_s,
+            )
             self.journal.record(fact)
         self.journal.record(RestoreReleased(job.name, attempt.attempt_number))
         return None
@@ -205,12 +224,22 @@ class Staging:
             attempt.recovery.end_phase("rebuild", active.planned_s)
             attempt.recovery.end_phase("get", now)
         self.out.note(
-            "restore", job=active.job, attempt=active.attempt, step=step.step, verdict=report.verdict,
-            of_attempt=step.attempt, of_job=active.source, ranks=len(active.calls), adopted=active.is_adopting,
-            bytes=report.bytes, steps_lost=report.steps_lost, seconds=report.seconds, why=report.why,
+            "restore",
+            job=active.job,
+            attempt=active.attempt,
+            step=step.step,
+            verdict=report.verdict,
+            of_attempt=step.attempt,
+            of_job=active.source,
+            ranks=len(active.calls),
+            adopted=active.is_adopting,
+            bytes=report.bytes,
+            steps_lost=report.steps_lost,
+            seconds=report.seconds,
+            why=report.why,
             not_used=[f"step {row.step} (attempt {row.attempt}): {row.reason}" for row in report.rejected],
             notes=report.notes,
-        )  # fmt: skip
+        )
 
     def _report(self, now: float, active: Round) -> RestoreReport:
         job, (result, step) = self.state.jobs[active.job], _planned(active)
@@ -219,14 +248,17 @@ class Staging:
         trained_step = before.trained_step if before is not None else -1  # no copy may be left of it
         trained_step = max((trained_step, *(s.step for s in (*job.copies, *job.commits))))
         return RestoreReport(
-            round=active.number, verdict=result.verdict, why=result.why, ranks_moved=tuple(result.ranks_moved),
+            round=active.number,
+            verdict=result.verdict,
+            why=result.why,
+            ranks_moved=tuple(result.ranks_moved),
             moved_bytes=result.moved_bytes,
             bytes=BytesByTier(local=result.bytes_local, peer=result.bytes_peer, durable=result.bytes_durable),
             rejected=tuple(RejectedStep(r.step.attempt, r.step.step, r.reason) for r in result.rejected[:10]),
             steps_lost=max(0, trained_step - step.step) if active.from_job is None else 0,
             seconds=PhaseSeconds(gather=active.planned_s - active.since_s, transfer=now - active.planned_s),
             notes=tuple(active.notes[:10]),
-        )  # fmt: skip
+        )
 
     def _answer(self, now: float, active: Round) -> None:
         """Send every rank the step, and its shard with the slots of its bytes unless all agreed on the step alone."""
@@ -242,9 +274,13 @@ class Staging:
                 self.out.answer(call, StepAgreed(step=step.step, attempt=step.attempt, report=report))
                 continue
             reply = ShardReady(
-                step=step.step, attempt=step.attempt, verdict=report.verdict, why=report.why, report=report,
+                step=step.step,
+                attempt=step.attempt,
+                verdict=report.verdict,
+                why=report.why,
+                report=report,
                 read=active.staged[rank],
-            )  # fmt: skip
+            )
             self.out.answer(call, reply)
 
 

@@ -173,8 +173,12 @@ class SharedShards:
             return
         known, step = self.differing.setdefault(job.name, {}), request.step
         place = {
-            "job": job.name, "attempt": attempt.attempt_number, "step": step, "rank": ranks[0], "ranks": list(ranks),
-        }  # fmt: skip
+            "job": job.name,
+            "attempt": attempt.attempt_number,
+            "step": step,
+            "rank": ranks[0],
+            "ranks": list(ranks),
+        }
         if not request.chunks:
             if known.pop(ranks, None) is not None:
                 self.out.note("replicas_agree", **place)

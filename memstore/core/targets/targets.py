@@ -187,10 +187,7 @@ class ClusterView:
         for host, others in targets.items():
             if only is None or host in only:
                 order = PushTargets(
-                    job=job.name,
-                    attempt=attempt.attempt_number,
-                    targets=tuple(others),
-                    ranks=tuple(rows.get(host, ())),
+                    job=job.name, attempt=attempt.attempt_number, targets=tuple(others), ranks=tuple(rows.get(host, ()))
                 )
                 if not (is_news_only and self.sent.is_known(host, order)):
                     self.sent.note(host, order)

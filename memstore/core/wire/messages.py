@@ -52,8 +52,8 @@ class HostUp:
     def of(cls, host: str, sent: reports.HostInventory, asked_s: float) -> HostUp:
         """Return the event of a holder's inventory, in a session that was asked for at that moment."""
         info = HostInfo(
-            host, sent.incarnation, sent.endpoints, sent.machine, sent.is_explicit, sent.labels, sent.limit_bytes,
-        )  # fmt: skip
+            host, sent.incarnation, sent.endpoints, sent.machine, sent.is_explicit, sent.labels, sent.limit_bytes
+        )
         copies = tuple(copy.on(host) for copy in sent.copies)
         return cls(info, copies, sent.journal, sent.ranks, asked_s, sent.up_s, sent.idle_s)
 

@@ -99,9 +99,7 @@ class Seal(IncomingRequest[HasCopy | ChunksLacking | Refused], frozen=True, tag=
     manifest: bytes
 
 
-class WholeShard(
-    IncomingRequest[HasCopy | ChunksLacking | Refused], frozen=True, kw_only=True, tag="whole_shard"
-):  # fmt: skip
+class WholeShard(IncomingRequest[HasCopy | ChunksLacking | Refused], frozen=True, kw_only=True, tag="whole_shard"):
     """Make a copy of a small shard in one request: the bulk of its frame is all chunks, in order (R13)."""
 
     attempt: Unsigned

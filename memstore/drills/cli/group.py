@@ -119,9 +119,13 @@ def _play(entry: Drill, config: Config, given: dict[str, Any], *, as_json: bool)
         from memstore.drills.run.suite import Play, Suite
 
         suite = Suite(
-            {place: lambda: contextlib.nullcontext(site)}, options_from(given, site.config, durable=durable),
-            durable=durable, timeout_s=math.inf, print_line=print_line, named_durable=given["durable"],
-        )  # fmt: skip
+            {place: lambda: contextlib.nullcontext(site)},
+            options_from(given, site.config, durable=durable),
+            durable=durable,
+            timeout_s=math.inf,
+            print_line=print_line,
+            named_durable=given["durable"],
+        )
         played = suite.run([Play(entry, given["beyond"])]).drills
     if not played:  # a suite reports the drills before a Ctrl-C; here there are none
         raise click.Abort

@@ -41,12 +41,22 @@ SUITES = ("standard", "full", IN_PLACE)
 
 
 @click.command("run", short_help="A suite of drills, one after the other; writes a report and a page.")
-@click.option("--suite", type=click.Choice(SUITES), default=SUITES[0], show_default=True,
-              help="full: every drill there is, and every play beyond; in-place: recovery in place.")  # fmt: skip
-@click.option("--out", metavar="DIR", type=click.Path(file_okay=False, path_type=Path),
-              help=f"Where to write {RECORD_NAME} and {PAGE_NAME}; default: nowhere.")  # fmt: skip
-@click.option("--timeout-s", type=Seconds(1.0), default=TIMEOUT_S, show_default=True,
-              help="No drill is begun after this.")  # fmt: skip
+@click.option(
+    "--suite",
+    type=click.Choice(SUITES),
+    default=SUITES[0],
+    show_default=True,
+    help="full: every drill there is, and every play beyond; in-place: recovery in place.",
+)
+@click.option(
+    "--out",
+    metavar="DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+    help=f"Where to write {RECORD_NAME} and {PAGE_NAME}; default: nowhere.",
+)
+@click.option(
+    "--timeout-s", type=Seconds(1.0), default=TIMEOUT_S, show_default=True, help="No drill is begun after this."
+)
 @play_options
 def run(suite: str, out: Path | None, timeout_s: float, config: Config, as_json: bool, **given: Any) -> None:
     """Play a suite of drills. One that fails does not stop the others; those that cannot be played here are named."""
@@ -98,8 +108,15 @@ def _play(
         durable = given["durable"]
         if durable is None and given["embedded"]:
             durable = stack.enter_context(tempfile.TemporaryDirectory(prefix="memstore-drill-"))
-        runner = Suite(openers, options_from(given, config), durable=durable, timeout_s=timeout_s,
-                       print_line=print_line, named_durable=given["durable"], problems=problems)  # fmt: skip
+        runner = Suite(
+            openers,
+            options_from(given, config),
+            durable=durable,
+            timeout_s=timeout_s,
+            print_line=print_line,
+            named_durable=given["durable"],
+            problems=problems,
+        )
         result = runner.run(plays)
     return record(suite, given["seed"], result, nbytes=nbytes)
 

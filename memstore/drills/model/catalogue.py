@@ -37,8 +37,11 @@ OTHERS_STAY = f"0 steps lost, the other ranks keep their processes, {SAME_TRAINI
 AND_THE_MEMORY = "as well the memory of every host with a copy of its shard"
 NO_ZOMBIES = Promise(f"{OTHERS_STAY}; the zombies take part in nothing", ANYWHERE)
 REPLACED: dict[str, Any] = {
-    "promise": Promise(OTHERS_STAY, ANYWHERE), "flow": IN_PLACE, "runs_on": (EMBEDDED,), "is_standard": False,
-}  # fmt: skip
+    "promise": Promise(OTHERS_STAY, ANYWHERE),
+    "flow": IN_PLACE,
+    "runs_on": (EMBEDDED,),
+    "is_standard": False,
+}
 ON_NETWORK: dict[str, Any] = {"flow": GOES_ON, "runs_on": (NAMESPACES,), "beyond_runs_on": (NAMESPACES,)}
 
 
@@ -325,10 +328,18 @@ def rows() -> list[dict[str, Any]]:
     """Return the rows that `drill list --json` prints."""
     return [
         {
-            "drill": d.name, "family": d.family, "breaks": d.breaks, "touches": d.touches, "promised": d.promise.words,
-            "beyond": d.beyond, "ranks": AFTERWARDS[d.flow], "runs_on": list(d.runs_on),
-            "beyond_runs_on": list(d.beyond_runs_on) if d.beyond else [], "needs_victim": d.needs_victim,
-            "needs_root": d.needs_root, "suites": suites_of(d),
+            "drill": d.name,
+            "family": d.family,
+            "breaks": d.breaks,
+            "touches": d.touches,
+            "promised": d.promise.words,
+            "beyond": d.beyond,
+            "ranks": AFTERWARDS[d.flow],
+            "runs_on": list(d.runs_on),
+            "beyond_runs_on": list(d.beyond_runs_on) if d.beyond else [],
+            "needs_victim": d.needs_victim,
+            "needs_root": d.needs_root,
+            "suites": suites_of(d),
         }
         for d in DRILLS.values()
-    ]  # fmt: skip
+    ]

@@ -57,8 +57,11 @@ BEYOND_REFUSED = Promise(
 )
 BEYOND_DURABLE = Promise(
     "the durable step, older, on every rank alike",
-    frozenset({"durable", "mixed"}), frozenset({"local", "peer", "durable"}), "durable", is_lossless=False,
-)  # fmt: skip
+    frozenset({"durable", "mixed"}),
+    frozenset({"local", "peer", "durable"}),
+    "durable",
+    is_lossless=False,
+)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,14 @@ PASS, BROKEN, ERROR = "PASS", "FAIL", "ERROR"
 EXIT_CODES = {PASS: 0, ERROR: 1, BROKEN: 3}
 # The phases of a drill, in order. The report has the seconds of each.
 SETUP, INJECT, WAIT_FOR_EFFECT, RECOVER, WAIT_FOR_RECOVERY, CHECK, CLEANUP = PHASES = (
-    "setup", "inject", "wait-for-effect", "recover", "wait-for-recovery", "check", "cleanup",
-)  # fmt: skip
+    "setup",
+    "inject",
+    "wait-for-effect",
+    "recover",
+    "wait-for-recovery",
+    "check",
+    "cleanup",
+)
 LABEL_WIDTH = 12
 TEXT_WIDTH = 76
 
@@ -93,12 +99,14 @@ class Report:
         names = {"is_beyond": "beyond", "bytes_by_tier": "bytes", "is_verified": "verified", "stall_s": "stall_max_s"}
         plain = {names.get(key, key): value for key, value in vars(self).items()}
         return {
-            **plain, "rpo_steps": self.rpo_steps, "rto_s": self.rto_s,
+            **plain,
+            "rpo_steps": self.rpo_steps,
+            "rto_s": self.rto_s,
             "timeline": [[round(line.at_s, 3), line.label, line.text] for line in self.timeline],
             "phases": [
                 {"phase": p.name, "start_s": round(p.start_s, 3), "end_s": round(p.end_s, 3)} for p in self.phases
             ],
-        }  # fmt: skip
+        }
 
 
 class Timeline:

@@ -185,9 +185,12 @@ class _MadeEntry:
             data = Batches(DataLoader(samples, batch_sampler=order))
             trained = torch.full((STEPS_MAX, samples.global_batch), -1)
             state = {
-                "model": model, "optim": optimizer, "data": data, "trained": trained,
+                "model": model,
+                "optim": optimizer,
+                "data": data,
+                "trained": trained,
                 "filler": make_state(task.seed, task.job, store.attempt, rank, 0, task.nbytes),
-            }  # fmt: skip
+            }
             now = self._restore(store, state) + 1
             while self.gate.wait(now):
                 indices, inputs, targets = next(data)

@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from memstore.drills.model.promises import GOES_ON, IN_PLACE, REFUSED, RESTART
 from memstore.drills.model.report import Report
 from memstore.drills.ranks.in_place import LEFT, RESTORED, TRAINED
-from memstore.drills.run.judgement import (
-    judge_bytes,
-    judge_refusal,
-    judge_restore,
-    record_comparison,
-    record_restore,
-)
+from memstore.drills.run.judgement import judge_bytes, judge_refusal, judge_restore, record_comparison, record_restore
 from memstore.drills.run.judgement_in_place import Played, broken_in_place
 from memstore.drills.scenes.scene import Scene
 from memstore.drills.scenes.scenes_in_place import InPlaceScene

@@ -29,12 +29,17 @@ def page(record: Mapping[str, Any]) -> str:
     """Return the HTML page of a record. It loads no other file, and no text of the record can become markup."""
     title = f"memstore drills: suite {record['suite']}"
     parts = [
-        "<!doctype html>", '<html lang="en"><head><meta charset="utf-8">', f"<title>{escape(title)}</title>",
-        f"<style>{STYLE}</style></head><body>", f"<h1>{escape(title)} {_badge(record['outcome'])}</h1>",
-        _facts(record), _summary(record),
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        f"<title>{escape(title)}</title>",
+        f"<style>{STYLE}</style></head><body>",
+        f"<h1>{escape(title)} {_badge(record['outcome'])}</h1>",
+        _facts(record),
+        _summary(record),
         *(_drill(row, at) for at, row in enumerate(record["drills"])),
-        _skipped(record["skipped"]), "</body></html>",
-    ]  # fmt: skip
+        _skipped(record["skipped"]),
+        "</body></html>",
+    ]
     return "\n".join(part for part in parts if part) + "\n"
 
 
@@ -65,10 +70,16 @@ HEADS = ("DRILL", "OUTCOME", ">DETECT", ">PLAN", "RESTORED", "VERIFIED", ">RPO",
 def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     """Return a drill's row of the table."""
     return (
-        title_of(row), row["outcome"], seconds_text(row["seconds"]["detect"]), seconds_text(row["seconds"]["plan"]),
-        tiers_text(row), "every byte" if row["verified"] else "-", rpo_text(row), seconds_text(row["rto_s"]),
+        title_of(row),
+        row["outcome"],
+        seconds_text(row["seconds"]["detect"]),
+        seconds_text(row["seconds"]["plan"]),
+        tiers_text(row),
+        "every byte" if row["verified"] else "-",
+        rpo_text(row),
+        seconds_text(row["rto_s"]),
         seconds_text(row["seconds_played"]),
-    )  # fmt: skip
+    )
 
 
 def _summary(record: Mapping[str, Any]) -> str:
@@ -117,12 +128,20 @@ def _drill(row: Mapping[str, Any], at: int) -> str:
         "every one equal" if row["verified"] else "not all of them equal" if row["bytes_compared"] else "none restored"
     )
     facts = [
-        ("fault", fault), ("victims", ", ".join(row["victims"]) or "-"), ("promised", row["promised"]),
-        ("outcome", row["words"]), ("detection", f"{seconds_text(row['seconds']['detect'])}: {detected}"),
-        ("plan", seconds_text(row["seconds"]["plan"])), ("bytes by tier", tiers_text(row)),
-        ("verification", verified), ("RPO", rpo_text(row)), ("RTO", seconds_text(row["rto_s"])),
-        ("longest put", seconds_text(row["stall_max_s"])), ("played on", row["place"]), ("again", row["replay"]),
-    ]  # fmt: skip
+        ("fault", fault),
+        ("victims", ", ".join(row["victims"]) or "-"),
+        ("promised", row["promised"]),
+        ("outcome", row["words"]),
+        ("detection", f"{seconds_text(row['seconds']['detect'])}: {detected}"),
+        ("plan", seconds_text(row["seconds"]["plan"])),
+        ("bytes by tier", tiers_text(row)),
+        ("verification", verified),
+        ("RPO", rpo_text(row)),
+        ("RTO", seconds_text(row["rto_s"])),
+        ("longest put", seconds_text(row["stall_max_s"])),
+        ("played on", row["place"]),
+        ("again", row["replay"]),
+    ]
     table = "".join(f"<tr><th>{escape(name)}</th><td>{escape(str(text))}</td></tr>" for name, text in facts)
     lines = "".join(
         f'<tr><td class="n">{when:.3f} s</td><td>{escape(str(label))}</td><td>{escape(str(text))}</td></tr>'

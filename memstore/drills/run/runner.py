@@ -70,11 +70,16 @@ def drill_context(name: str, site: Site, options: Options, print_line: Callable[
 
         made = partial(InPlaceJob, is_altered=options.is_altered, group_options=SCENES[name].group_options)
     return DrillContext(
-        drill, site, options, config, promise,
+        drill,
+        site,
+        options,
+        config,
+        promise,
         rng=random.Random(f"{name} {options.seed} {options.is_beyond}"),
-        report=report, timeline=Timeline(report, print_line),
+        report=report,
+        timeline=Timeline(report, print_line),
         job=made(site, f"drill-{name}", config, seed=options.seed, nbytes=options.nbytes),
-    )  # fmt: skip
+    )
 
 
 class DrillRun:
@@ -90,14 +95,18 @@ class DrillRun:
 
     def run(self) -> Report:
         """Play the drill; return its report, which also holds a MemstoreError if one was raised on the way."""
-        context, report, play = self.context, self.context.report, (
-            (phases.SETUP, self._setup),
-            (phases.INJECT, self._inject),
-            (phases.WAIT_FOR_EFFECT, self._wait_for_effect),
-            (phases.RECOVER, self.flow.recover),
-            (phases.WAIT_FOR_RECOVERY, self._wait_for_recovery),
-            (phases.CHECK, self._check),
-        )  # fmt: skip
+        context, report, play = (
+            self.context,
+            self.context.report,
+            (
+                (phases.SETUP, self._setup),
+                (phases.INJECT, self._inject),
+                (phases.WAIT_FOR_EFFECT, self._wait_for_effect),
+                (phases.RECOVER, self.flow.recover),
+                (phases.WAIT_FOR_RECOVERY, self._wait_for_recovery),
+                (phases.CHECK, self._check),
+            ),
+        )
         try:
             for name, act in play:
                 with context.timeline.phase(name):

@@ -78,9 +78,16 @@ class Suite:
     """A player with one cluster per place, which it opens when a drill needs it."""
 
     def __init__(
-        self, openers: Mapping[str, Opener], options: Options, *, durable: str | None, timeout_s: float,
-        print_line: Callable[[str], None], named_durable: str | None = None, problems: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        openers: Mapping[str, Opener],
+        options: Options,
+        *,
+        durable: str | None,
+        timeout_s: float,
+        print_line: Callable[[str], None],
+        named_durable: str | None = None,
+        problems: Mapping[str, str] | None = None,
+    ) -> None:
         self.openers, self.options, self.durable, self.print_line = openers, options, durable, print_line
         self.problems = problems or {}  # by place: why its cluster cannot be started here
         self.named_durable = named_durable  # the directory that the person named; None if one was made for the suite
@@ -147,18 +154,23 @@ class Suite:
             report.error, report.message = type(exc).__name__, str(exc)
             report.words = f"{type(exc).__name__}: {exc}"
         report.replay = replay(
-            name, replace(self.options, is_beyond=play.is_beyond), store=config.store if place == RUNNING else None,
+            name,
+            replace(self.options, is_beyond=play.is_beyond),
+            store=config.store if place == RUNNING else None,
             durable=self.named_durable if config.durable is not None else None,
-        )  # fmt: skip
+        )
         self.print_line(verdict_line(report))
         if report.outcome == ERROR or place == TIGHT:
             # The drill may have left something broken; and a tight cluster's limits fit the memory in use at its start.
             self._close(place)
         row = report.to_dict()
         row.update(
-            family=play.drill.family, breaks=play.drill.breaks, flow=play.drill.flow, place=place,
+            family=play.drill.family,
+            breaks=play.drill.breaks,
+            flow=play.drill.flow,
+            place=place,
             seconds_played=round(time.monotonic() - started_s, 3),
-        )  # fmt: skip
+        )
         self.result.drills.append(row)
 
     def _site(self, place: str) -> Site:

@@ -23,12 +23,20 @@ def record(suite: str, seed: int, result: SuiteResult, *, nbytes: int) -> dict[s
     """Return the record as plain values; each row of `drills` has the fields of `drill --json`, and more."""
     counts = Counter(row["outcome"] for row in result.drills)
     return {
-        "format": FORMAT, "suite": suite, "seed": seed, "nbytes_per_rank": nbytes,
-        "ended": datetime.now(timezone.utc).isoformat(timespec="seconds"), "seconds": round(result.seconds, 1),
-        "outcome": outcome_of(result), "counts": {name: counts[name] for name in (PASS, BROKEN, ERROR)},
-        "environment": environment(), "versions": {name: _version(name) for name in PACKAGES},
-        "commit": source_commit(digits=40), "drills": result.drills, "skipped": result.skipped,
-    }  # fmt: skip
+        "format": FORMAT,
+        "suite": suite,
+        "seed": seed,
+        "nbytes_per_rank": nbytes,
+        "ended": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "seconds": round(result.seconds, 1),
+        "outcome": outcome_of(result),
+        "counts": {name: counts[name] for name in (PASS, BROKEN, ERROR)},
+        "environment": environment(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "commit": source_commit(digits=40),
+        "drills": result.drills,
+        "skipped": result.skipped,
+    }
 
 
 def outcome_of(result: SuiteResult) -> str:
@@ -42,9 +50,13 @@ def outcome_of(result: SuiteResult) -> str:
 def environment() -> dict[str, Any]:
     """Return the facts about the machine that a reader needs to judge the seconds."""
     return {
-        "python": platform.python_version(), "system": platform.system(), "kernel": platform.release(),
-        "machine": platform.machine(), "cpus": os.cpu_count(), "memory_available_bytes": memory_available(),
-    }  # fmt: skip
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "memory_available_bytes": memory_available(),
+    }
 
 
 def _version(name: str) -> str | None:

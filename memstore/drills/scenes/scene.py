@@ -271,8 +271,11 @@ class Scene:
         budget_s = self.context.config.stall_budget_s + STALL_SLACK_S
         if worst.stall_s > budget_s:
             self.broken(f"the put of step {worst.step} took {worst.stall_s:.1f} s of at most {budget_s:.1f} s")
-        self.say("training", f"{len(rows)} puts during the outage, {len(raised) or 'none'} raised, longest stall "
-                             f"{worst.stall_s * 1e3:.0f} ms")  # fmt: skip
+        self.say(
+            "training",
+            f"{len(rows)} puts during the outage, {len(raised) or 'none'} raised, longest stall "
+            f"{worst.stall_s * 1e3:.0f} ms",
+        )
 
     def commit_again(self) -> float | None:
         """Require that a new step of all ranks is committed; return the seconds that it took, None if too many."""

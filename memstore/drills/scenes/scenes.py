@@ -17,9 +17,17 @@ from memstore.drills.scenes import (
 from memstore.drills.scenes.scene import Scene
 
 _FILES = (
-    scenes_ranks, scenes_holders, scenes_hosts, scenes_control, scenes_ray, scenes_storage, scenes_tight,
-    scenes_network, scenes_partition, scenes_in_place,
-)  # fmt: skip
+    scenes_ranks,
+    scenes_holders,
+    scenes_hosts,
+    scenes_control,
+    scenes_ray,
+    scenes_storage,
+    scenes_tight,
+    scenes_network,
+    scenes_partition,
+    scenes_in_place,
+)
 SCENES: dict[str, type[Scene]] = {
     scene.name: scene
     for file in _FILES

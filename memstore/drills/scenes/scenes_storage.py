@@ -107,8 +107,10 @@ class TornManifest(CopyScene):
             torn = self.damage(host, tear_manifest)  # which has tried to read the rest as a manifest, and failed
             self.processes[host] = self.holder(host)
             self.kill(host, self.processes[host])
-            words.append(f"manifest of rank {self.rank}, step {self.context.report.step_before}, on {host} cut from "
-                         f"{torn['nbytes']} to {torn['left_nbytes']} bytes, SIGKILL to its holder")  # fmt: skip
+            words.append(
+                f"manifest of rank {self.rank}, step {self.context.report.step_before}, on {host} cut from "
+                f"{torn['nbytes']} to {torn['left_nbytes']} bytes, SIGKILL to its holder"
+            )
         return "; ".join(words)
 
     def recover(self) -> None:

@@ -32,9 +32,16 @@ class InPlaceJob(ScratchJob):
     """
 
     def __init__(
-        self, site: Site, name: str, config: Config, *, seed: int, nbytes: int, is_altered: bool,
+        self,
+        site: Site,
+        name: str,
+        config: Config,
+        *,
+        seed: int,
+        nbytes: int,
+        is_altered: bool,
         group_options: Mapping[str, Any],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(site, name, config, seed=seed, nbytes=nbytes)
         self._is_altered, self._group_options = is_altered, group_options
         self.limit = -1  # the last step that may be trained now
@@ -57,7 +64,7 @@ class InPlaceJob(ScratchJob):
         self.ranks = [
             Rank(None, host_of[entered[rank].node], entered[rank].pid, entered[rank].start)
             for rank in range(len(hosts))
-        ]  # fmt: skip
+        ]
 
     def train(self, first: int, last: int, what: str) -> None:
         """Let all ranks train up to step `last`, and wait until that is committed."""

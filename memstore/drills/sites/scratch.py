@@ -50,9 +50,14 @@ class ScratchJob:
     def join(self, *, fresh: bool) -> None:
         """Let all ranks open the next attempt."""
         fields = {
-            "job": self.name, "world_size": len(self.ranks), "attempt": secrets.token_hex(8), "fresh": fresh,
-            "config": asdict(self.config), "seed": self.seed, "nbytes": self.nbytes,
-        }  # fmt: skip
+            "job": self.name,
+            "world_size": len(self.ranks),
+            "attempt": secrets.token_hex(8),
+            "fresh": fresh,
+            "config": asdict(self.config),
+            "seed": self.seed,
+            "nbytes": self.nbytes,
+        }
         collect([r.call("connect", rank=i, **fields) for i, r in enumerate(self.ranks)], "connect")
 
     def all(self, do: str, **command: Any) -> list[Any]:

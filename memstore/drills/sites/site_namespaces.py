@@ -212,9 +212,15 @@ def namespaces_site(hosts_count: int, *, arena_bytes: int) -> Iterator[Namespace
         nursery.env[LOG_VARIABLE] = str(folder / "ranks.log")  # faults make a rank's link log warnings
         rig = stack.enter_context(NamespaceRig([*labels, HEAD, SPARE]))
         cluster = ProcessCluster(
-            folder, labels, arena_bytes=arena_bytes, rig=rig, controller_host=HEAD, proxied=[VIA],
-            chunk_bytes=CHUNK_BYTES, detect=Config.detect,
-        )  # fmt: skip
+            folder,
+            labels,
+            arena_bytes=arena_bytes,
+            rig=rig,
+            controller_host=HEAD,
+            proxied=[VIA],
+            chunk_bytes=CHUNK_BYTES,
+            detect=Config.detect,
+        )
         cluster.controller_way = folder / "way0"
         cluster.controller_way.symlink_to(folder)
         site = NamespacesSite(stack.enter_context(cluster), rig, nursery)

@@ -48,35 +48,53 @@ def with_options(*options: Callable[[Verb], Verb]) -> Callable[[Verb], Verb]:
 #: Options of every command that needs a cluster.
 cluster_options = with_options(
     click.option("--embedded", is_flag=True, help="Bring a cluster of its own: raylets on this machine, in two racks."),
-    click.option("--seed", type=click.IntRange(0, SEED_LIMIT), default=lambda: random.randrange(SEED_LIMIT),
-                 help="Chooses victims and states; default: a random one."),
+    click.option(
+        "--seed",
+        type=click.IntRange(0, SEED_LIMIT),
+        default=lambda: random.randrange(SEED_LIMIT),
+        help="Chooses victims and states; default: a random one.",
+    ),
     click.option("--address", metavar="ADDRESS", help="Ray cluster; default: the one this machine belongs to."),
     click.option("--yes", is_flag=True, help="Do not ask before touching a cluster that the drill did not start."),
     store_options,
-)  # fmt: skip
+)
 #: Those, and the options of the scratch job and its victim.
 play_options = with_options(
-    click.option("--hosts", "hosts_count", type=click.IntRange(2, HOSTS_MAX), default=4, show_default=True,
-                 help="Ranks, one per host; with --embedded also the hosts."),
+    click.option(
+        "--hosts",
+        "hosts_count",
+        type=click.IntRange(2, HOSTS_MAX),
+        default=4,
+        show_default=True,
+        help="Ranks, one per host; with --embedded also the hosts.",
+    ),
     click.option("--replicas", type=click.IntRange(1, 8), default=2, show_default=True, help="Copies of each shard."),
-    click.option("--mbytes", type=click.IntRange(1, 65_536), default=8, show_default=True,
-                 help="MiB per rank and step."),
+    click.option(
+        "--mbytes", type=click.IntRange(1, 65_536), default=8, show_default=True, help="MiB per rank and step."
+    ),
     click.option("--durable", metavar="DIR", help="Durable tier of the scratch job."),
     click.option("--victim", metavar="HOST", help="Host to hit; needed where a drill hits what is not its own."),
-    click.option("--allow-data-loss", is_flag=True,
-                 help="Even if another job has its last copy of something on the hosts that lose their memory."),
+    click.option(
+        "--allow-data-loss",
+        is_flag=True,
+        help="Even if another job has its last copy of something on the hosts that lose their memory.",
+    ),
     cluster_options,
-)  # fmt: skip
+)
 
 
 def options_from(given: dict[str, Any], config: Config, **job_fields: Any) -> Options:
     """Return the options of a drill as the command line has them; `job_fields` are of the scratch job's Config."""
     fields = {"replicas": given["replicas"], "durable_every": DURABLE_EVERY, **job_fields}
     return Options(
-        seed=given["seed"], is_beyond=given.get("beyond", False), ranks_count=given["hosts_count"],
-        nbytes=given["mbytes"] * MIB, config=config.with_fields(fields), victim=given["victim"],
+        seed=given["seed"],
+        is_beyond=given.get("beyond", False),
+        ranks_count=given["hosts_count"],
+        nbytes=given["mbytes"] * MIB,
+        config=config.with_fields(fields),
+        victim=given["victim"],
         allows_data_loss=given["allow_data_loss"],
-    )  # fmt: skip
+    )
 
 
 def prepare_ray() -> None:
@@ -105,9 +123,12 @@ def embedded_site(
     with contextlib.ExitStack() as stack:
         rig = stack.enter_context(NamespaceRig(list(labels)[1:])) if has_links else None
         config = config_or_usage(
-            store=scratch_store_name("drill"), arena_bytes=arena_bytes, chunk_bytes=MIB,
-            interface=str(rig.network) if rig is not None else "127.0.0.1", **fields,
-        )  # fmt: skip
+            store=scratch_store_name("drill"),
+            arena_bytes=arena_bytes,
+            chunk_bytes=MIB,
+            interface=str(rig.network) if rig is not None else "127.0.0.1",
+            **fields,
+        )
         cluster = stack.enter_context(EmbeddedCluster(labels, config=config, rig=rig, gpus_per_host=gpus_per_host))
         yield stack.enter_context(contextlib.closing(EmbeddedSite(cluster)))
 

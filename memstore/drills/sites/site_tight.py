@@ -104,9 +104,12 @@ def tight_site(hosts_count: int, *, arena_bytes: int) -> Iterator[TightSite]:
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(arenas_mounted(hosts_count * (arena_bytes + BESIDE_BYTES)))
         config = Config(
-            store=scratch_store_name("drill"), arena_dir=str(folder), arena_bytes=arena_bytes, chunk_bytes=MIB,
+            store=scratch_store_name("drill"),
+            arena_dir=str(folder),
+            arena_bytes=arena_bytes,
+            chunk_bytes=MIB,
             interface="127.0.0.1",
-        )  # fmt: skip
+        )
         # Ray would restart a task that it killed for lack of memory, without an error; so switch that off.
         cluster = stack.enter_context(
             EmbeddedCluster({h: labels[h] for h in others}, config=config, ray_settings={"task_oom_retries": 0})

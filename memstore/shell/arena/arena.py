@@ -319,6 +319,12 @@ def open_store(folder: Path, *, chunk_bytes: int, limit: Limit) -> HostStore:
     """Create the replica store of a host in an arena folder, or adopt an earlier holder's (R6)."""
     arena = Arena.open(folder, limit_bytes=limit.nbytes, chunk_bytes=chunk_bytes)
     return ReplicaStore(
-        arena, ManifestFolder.open(folder), chunk_bytes=chunk_bytes, limit=limit, clock=time, is_alive=is_alive,
-        lock=threading.RLock(), room_lock=threading.Lock(),
-    )  # fmt: skip
+        arena,
+        ManifestFolder.open(folder),
+        chunk_bytes=chunk_bytes,
+        limit=limit,
+        clock=time,
+        is_alive=is_alive,
+        lock=threading.RLock(),
+        room_lock=threading.Lock(),
+    )

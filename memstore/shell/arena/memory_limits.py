@@ -381,8 +381,9 @@ def arena_limit(config: Config, folder: Path, *, hosts_on_machine: int = 1) -> A
             f"arena_bytes={found.nbytes} ({found.why}) has no room for one chunk of chunk_bytes={config.chunk_bytes}; "
             f"do one of: {ENLARGE}, a smaller ray start --object-store-memory, "
             "or say how much: `memstore up --arena-bytes SIZE`",
-            field="arena_bytes", value=found.nbytes,
-        )  # fmt: skip
+            field="arena_bytes",
+            value=found.nbytes,
+        )
     if found.warning:
         log.warning("memstore: %s", found.warning)
     return found

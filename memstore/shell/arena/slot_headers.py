@@ -43,16 +43,7 @@ _CONTENT_END = _BODY_AT + _CONTENT_NBYTES
 
 RECORD_DTYPE = np.dtype(
     {
-        "names": [
-            "state",
-            "nbytes",
-            "digest",
-            "owner_pid",
-            "attempt",
-            "owner_start",
-            "generation",
-            "last_verified",
-        ],
+        "names": ["state", "nbytes", "digest", "owner_pid", "attempt", "owner_start", "generation", "last_verified"],
         "formats": ["u1", "<u4", "V16", "<u4", "<u4", "<u8", "<u8", "<f8"],
         "offsets": [0, 4, 8, 24, 28, 32, 40, 48],
         "itemsize": RECORD_NBYTES,

@@ -60,12 +60,7 @@ def check_into(layout: bytes, into: object, name: str = "state") -> None:
 
 
 def decode_state(
-    layout: bytes,
-    views: Sequence[memoryview],
-    chunk_bytes: int,
-    *,
-    into: object = None,
-    copy: bool = True,
+    layout: bytes, views: Sequence[memoryview], chunk_bytes: int, *, into: object = None, copy: bool = True
 ) -> Any:
     """Return the state that `plan_state` and `copy_into` stored.
 

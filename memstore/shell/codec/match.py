@@ -128,9 +128,7 @@ def _addresses_of(tensor: Any) -> Iterator[int]:
 # -- match --------------------------------------------------------------------------------------------
 
 
-_SEQUENCES = {
-    tag: list if tag.name.endswith("LIST") else tuple for tag in (Tag.LIST, Tag.TUPLE, *NUMBER_BYTES)
-}  # fmt: skip
+_SEQUENCES = {tag: list if tag.name.endswith("LIST") else tuple for tag in (Tag.LIST, Tag.TUPLE, *NUMBER_BYTES)}
 _PLAIN = frozenset((str, int, float, bool, type(None)))
 _HOLDS_BYTES = (Tag.TENSOR, Tag.ARRAY, Tag.DTENSOR, Tag.SUBCLASS)
 _OF_WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module"))  # in names
@@ -304,9 +302,15 @@ class StateMatch:
             self.plain.rebuild(place, lambda: target._replace(**parts), since)
 
     def _match_dict(
-        self, node: Node, target: dict[Any, Any], path: str, *, is_strict: bool, place: Place,
+        self,
+        node: Node,
+        target: dict[Any, Any],
+        path: str,
+        *,
+        is_strict: bool,
+        place: Place,
         module: torch.nn.Module | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Match the entries; those of a module must all be there, but for what it loads in its own way."""
         pairs = node.children[1:] if node.tag is Tag.ORDERED else node.children
         stored = self._by_live_key(zip(pairs[::2], pairs[1::2], strict=True), target)

@@ -77,9 +77,7 @@ class ChunkSource(Protocol):
     def remote(self, wanted: Sequence[int]) -> list[int]:
         """Return those of the chunks that `fetching` brings, and `take` does not."""
 
-    def fetching(
-        self, indices: Sequence[int], targets: Targets
-    ) -> AbstractContextManager[Callable[[], list[int]]]:  # fmt: skip
+    def fetching(self, indices: Sequence[int], targets: Targets) -> AbstractContextManager[Callable[[], list[int]]]:
         """Receive chunks in other threads; the given function waits, and returns those that are not there."""
 
     def pin(self, views: Views, device: int) -> None:
@@ -180,9 +178,7 @@ class CheckedStream:
         if bad:
             self._repair(sorted(bad), copies)
 
-    def _target(
-        self, copies: Copies, streams: dict[torch.device, SideStream], index: int, nbytes: int
-    ) -> Target:  # fmt: skip
+    def _target(self, copies: Copies, streams: dict[torch.device, SideStream], index: int, nbytes: int) -> Target:
         """Return where a chunk's bytes are received: where they go, or a buffer if some go to a device, or twice."""
         moves = sorted(copies.host.get(index, ()), key=lambda move: move[1])
         parts = segments(moves, nbytes) if index not in copies.device else None

@@ -34,9 +34,13 @@ _NEVER_STATEFUL = frozenset(
 NUMBERS_MIN = 64  # shorter sequences of numbers stand in the tree item by item
 _NUMBER_CODES = {int: "q", float: "d", bool: "b"}  # of arrays
 _NUMBERS = {
-    (int, Tag.LIST): Tag.INT_LIST, (int, Tag.TUPLE): Tag.INT_TUPLE, (float, Tag.LIST): Tag.FLOAT_LIST,
-    (float, Tag.TUPLE): Tag.FLOAT_TUPLE, (bool, Tag.LIST): Tag.BOOL_LIST, (bool, Tag.TUPLE): Tag.BOOL_TUPLE,
-}  # fmt: skip
+    (int, Tag.LIST): Tag.INT_LIST,
+    (int, Tag.TUPLE): Tag.INT_TUPLE,
+    (float, Tag.LIST): Tag.FLOAT_LIST,
+    (float, Tag.TUPLE): Tag.FLOAT_TUPLE,
+    (bool, Tag.LIST): Tag.BOOL_LIST,
+    (bool, Tag.TUPLE): Tag.BOOL_TUPLE,
+}
 _INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
 
 _REMEDY = (
@@ -73,7 +77,7 @@ class StateWalk:
 
     def __init__(
         self, state: object, name: str = "state", known: Sequence[Key] = (), *, is_inline: bool = False
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._known, self._is_inline = known, is_inline
         self._leaves: list[Leaf | None] = []  # None: its key is known
         self.owners: list[Any] = []  # the tensors and arrays

@@ -136,14 +136,17 @@ class Controller:
             now=now,
             wall_offset_s=time.time() - now,
             rules=Rules(
-                failure_domains=config.failure_domains, suspect_after_s=config.suspect_after_s,
-                dead_after_s=config.dead_after_s, recovery_grace_s=config.recovery_grace_s,
-                lease_s=self.lease_s, outlast_s=self.lease_s if term > 1 else config.heartbeat_s,
+                failure_domains=config.failure_domains,
+                suspect_after_s=config.suspect_after_s,
+                dead_after_s=config.dead_after_s,
+                recovery_grace_s=config.recovery_grace_s,
+                lease_s=self.lease_s,
+                outlast_s=self.lease_s if term > 1 else config.heartbeat_s,
                 settle_s=self.settle_s,
                 job_defaults=config.job_defaults(),
             ),
             expected_hosts=expected_hosts,
-        )  # fmt: skip
+        )
 
     def close(self) -> None:
         """Stop; holders keep everything."""
@@ -200,9 +203,15 @@ class Controller:
         asked_s = time.monotonic()
         try:
             channel = connect_tcp(
-                str(record["address"]), int(record["port"]), secret=self.secret, store=self.config.store,
-                identity=ControllerIdentity(term=self.term), timeout_s=CONNECT_S, host=host, tls=self.tls,
-            )  # fmt: skip
+                str(record["address"]),
+                int(record["port"]),
+                secret=self.secret,
+                store=self.config.store,
+                identity=ControllerIdentity(term=self.term),
+                timeout_s=CONNECT_S,
+                host=host,
+                tls=self.tls,
+            )
             session = Session(host, int(record["incarnation"]), channel, self._received, asked_s=asked_s)
             with self.lock:
                 old = self.sessions.get(host)
@@ -331,10 +340,12 @@ class Controller:
         """End the sessions of hosts declared dead by silence: they need new ones before they count again (R28)."""
         with self.lock:
             dead = [
-                s for h, s in self.sessions.items()
-                if (state := self.machine.hosts.states.get(h)) is not None and state.status == "dead"
+                s
+                for h, s in self.sessions.items()
+                if (state := self.machine.hosts.states.get(h)) is not None
+                and state.status == "dead"
                 and state.info.incarnation == s.incarnation
-            ]  # fmt: skip
+            ]
             for session in dead:
                 del self.sessions[session.host_id]
         for session in dead:

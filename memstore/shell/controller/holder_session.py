@@ -33,9 +33,14 @@ class Session:
     """One holder's connection: a reader thread and a writer thread."""
 
     def __init__(
-        self, host_id: str, incarnation: int, channel: Channel,
-        on_message: Callable[[Session, HolderMessage | SessionEnded], None], *, asked_s: float = -math.inf,
-    ) -> None:  # fmt: skip
+        self,
+        host_id: str,
+        incarnation: int,
+        channel: Channel,
+        on_message: Callable[[Session, HolderMessage | SessionEnded], None],
+        *,
+        asked_s: float = -math.inf,
+    ) -> None:
         self.host_id, self.channel = host_id, channel
         self.announced = self.incarnation = incarnation  # replaced by the holder's own report, which is newer
         self.asked_s = asked_s  # when it was asked for, monotonic (R17)
@@ -66,8 +71,11 @@ class Session:
             if isinstance(exc, ProtocolError):
                 log.warning(
                     "the session of host %s at %s ended by a message that is none (%s): %s",
-                    self.host_id, self.channel.peer, type(exc).__name__, exc,
-                )  # fmt: skip
+                    self.host_id,
+                    self.channel.peer,
+                    type(exc).__name__,
+                    exc,
+                )
         finally:
             self.close()
             self._on_message(self, SessionEnded(self.why))

@@ -150,9 +150,15 @@ class DeferredCopy:
     """
 
     def __init__(
-        self, sources: Sequence[WatchedSource], flights: DeferredDeviceCopies, *, keep: object,
-        is_wanted: Callable[[], bool], on_end: Callable[[str], None], name_of: Callable[[int], str],
-    ) -> None:  # fmt: skip
+        self,
+        sources: Sequence[WatchedSource],
+        flights: DeferredDeviceCopies,
+        *,
+        keep: object,
+        is_wanted: Callable[[], bool],
+        on_end: Callable[[str], None],
+        name_of: Callable[[int], str],
+    ) -> None:
         self._sources, self.flights = sources, flights
         self._keep, self._is_wanted, self._on_end, self._name_of = keep, is_wanted, on_end, name_of
         self._is_arrived = self._is_ending = self._is_over = self._is_released = False

@@ -65,8 +65,11 @@ class PinnedSlots:
                     log.warning(
                         "memstore: CUDA refused to pin %d bytes of %s (%s), %d slots are pinned: copies between GPU "
                         "and store go on through CUDA's own buffers, slower (`ulimit -l` too low? arena_dir no tmpfs?)",
-                        nbytes, self._mapping.folder, refusal, len(self._slots),
-                    )  # fmt: skip
+                        nbytes,
+                        self._mapping.folder,
+                        refusal,
+                        len(self._slots),
+                    )
                     return
                 self._ranges.append((device, address))
                 self._slots.update(range(first, first + count))

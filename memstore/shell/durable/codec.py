@@ -56,9 +56,14 @@ class Codec:
             return [header.encode(), manifest, *bodies]
         sizes = tuple(len(body) + TAG_BYTES for body in bodies)
         header = SliceHeader(
-            number, spec, len(manifest) + TAG_BYTES if manifest else 0, sizes, is_compressed,
-            key_name(self.key), secrets.token_bytes(SALT_BYTES),
-        )  # fmt: skip
+            number,
+            spec,
+            len(manifest) + TAG_BYTES if manifest else 0,
+            sizes,
+            is_compressed,
+            key_name(self.key),
+            secrets.token_bytes(SALT_BYTES),
+        )
         cipher, frame = self._cipher(header), header.frame()
         head = cipher.encrypt(_nonce(0), manifest, frame) if manifest else b""
         first = slice_range(spec, number).start

@@ -83,9 +83,15 @@ class DirectoryFiles(DurableFiles):
             ) from exc
 
     def write(
-        self, job: str, step: StepId, name: str, pieces: Sequence[bytes | memoryview], *,
-        should_stop: Callable[[], bool], is_once: bool,
-    ) -> Wrote:  # fmt: skip
+        self,
+        job: str,
+        step: StepId,
+        name: str,
+        pieces: Sequence[bytes | memoryview],
+        *,
+        should_stop: Callable[[], bool],
+        is_once: bool,
+    ) -> Wrote:
         """Put a file in place by rename; of two that write a name at once with `is_once`, the last one wins."""
         path = self.path(job, step.attempt, step.step, name)
         with mapped("write", path), self._folder(job, str(step.attempt), str(step.step), create=True) as folder:

@@ -74,9 +74,15 @@ class ObjectFiles(DurableFiles):
             ) from exc
 
     def write(
-        self, job: str, step: StepId, name: str, pieces: Sequence[bytes | memoryview], *,
-        should_stop: Callable[[], bool], is_once: bool,
-    ) -> Wrote:  # fmt: skip
+        self,
+        job: str,
+        step: StepId,
+        name: str,
+        pieces: Sequence[bytes | memoryview],
+        *,
+        should_stop: Callable[[], bool],
+        is_once: bool,
+    ) -> Wrote:
         """Put an object, in one request."""
         import obstore
         from obstore.exceptions import AlreadyExistsError, NotSupportedError
@@ -245,15 +251,14 @@ def _store(url: str) -> ObjectStore:
     retry: Any = {
         "max_retries": _RETRIES,
         "retry_timeout": timedelta(seconds=_RETRY_S),
-        "backoff": {
-            "init_backoff": timedelta(seconds=_BACKOFF_S[0]), "max_backoff": timedelta(seconds=_BACKOFF_S[1]),
-        },
-    }  # fmt: skip
+        "backoff": {"init_backoff": timedelta(seconds=_BACKOFF_S[0]), "max_backoff": timedelta(seconds=_BACKOFF_S[1])},
+    }
     client: Any = {
-        "timeout": timedelta(seconds=_REQUEST_S), "connect_timeout": timedelta(seconds=_CONNECT_S),
+        "timeout": timedelta(seconds=_REQUEST_S),
+        "connect_timeout": timedelta(seconds=_CONNECT_S),
         # obstore reads this one from the environment only where no client option is given.
         "allow_http": any(os.environ.get(f"{cloud}_ALLOW_HTTP", "").lower() in ("1", "true") for cloud in _CLOUDS),
-    }  # fmt: skip
+    }
     try:
         return from_url(url, client_options=client, retry_config=retry)
     except (BaseError, ValueError) as exc:

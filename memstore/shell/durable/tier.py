@@ -50,9 +50,15 @@ class PartsTier:
         self.read_under = self.key if read_under is None else read_under
 
     def write_slice(
-        self, shard: ShardId, spec: ShardSpec, number: int, manifest: bytes, chunks: Iterable[bytes | memoryview], *,
+        self,
+        shard: ShardId,
+        spec: ShardSpec,
+        number: int,
+        manifest: bytes,
+        chunks: Iterable[bytes | memoryview],
+        *,
         should_stop: Callable[[], bool],
-    ) -> int | None:  # fmt: skip
+    ) -> int | None:
         """Write one slice whole or not at all; writing it again is fine.
 
         The chunks are copied first: their slots may be given away while slow storage takes its time (R7).

@@ -74,9 +74,14 @@ class BlockingIo:
     """The port of one holder's procedures, and the lock of its state."""
 
     def __init__(
-        self, context: HolderContext, connections: RankConnections, send_gate: SendGate, calls: Calls,
-        trained: TrainedSteps, scrubber: Scrubber,
-    ) -> None:  # fmt: skip
+        self,
+        context: HolderContext,
+        connections: RankConnections,
+        send_gate: SendGate,
+        calls: Calls,
+        trained: TrainedSteps,
+        scrubber: Scrubber,
+    ) -> None:
         self.context, self.replicas, self._changed = context, context.replicas, context.changed
         self.connections, self.send_gate, self.calls = connections, send_gate, calls
         self.trained, self.scrubber, self.meter = trained, scrubber, PutMeter()
@@ -313,9 +318,15 @@ class BlockingIo:
         return chunks, None
 
     async def write_slice(
-        self, storage: Storage, shard: ShardId, spec: ShardSpec, number: int, manifest: bytes, chunks: Sequence[bytes],
+        self,
+        storage: Storage,
+        shard: ShardId,
+        spec: ShardSpec,
+        number: int,
+        manifest: bytes,
+        chunks: Sequence[bytes],
         stop: Stop,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """As in HolderIo."""
         with self._at_storage():
             nbytes = cast(PartsTier, storage).write_slice(
@@ -370,9 +381,14 @@ class BlockingIo:
             return self.scrubber.verify_all(job)
 
     async def open_incoming(
-        self, name: str, shard: ShardId, digests: Sequence[bytes], sizes: Sequence[int], attempt: int,
+        self,
+        name: str,
+        shard: ShardId,
+        digests: Sequence[bytes],
+        sizes: Sequence[int],
+        attempt: int,
         chunks: tuple[int, ...] | None = None,
-    ) -> IncomingReplica:  # fmt: skip
+    ) -> IncomingReplica:
         """As in HolderIo."""
         with self._released():
             return self.replicas.open_incoming(name, shard, digests, sizes, attempt, chunks)
@@ -413,10 +429,15 @@ class BlockingIo:
         """As in HolderIo."""
         with self._released():
             stored = self.replicas.seal_local(
-                shard, world_size=ready.terms.world_size, layout=ready.layout, nbytes=ready.nbytes, slots=ready.slots,
-                attempt=shard.attempt, given=seal.given_digests(ready),
+                shard,
+                world_size=ready.terms.world_size,
+                layout=ready.layout,
+                nbytes=ready.nbytes,
+                slots=ready.slots,
+                attempt=shard.attempt,
+                given=seal.given_digests(ready),
                 follower=fresh if isinstance(fresh, StreamingReplica) else None,
-            )  # fmt: skip
+            )
         self.meter.count(shard.job, ready.stall_s, ready.nbytes)
         return stored
 
@@ -426,9 +447,12 @@ class BlockingIo:
         """As in HolderIo."""
         config = self.context.config
         welcome = Welcome(
-            stale=tuple(stale), arena=self.replicas.arena.identity, chunk_bytes=self.replicas.chunk_bytes,
-            store=config.store_fields(), job_defaults=config.job_defaults(),
-        )  # fmt: skip
+            stale=tuple(stale),
+            arena=self.replicas.arena.identity,
+            chunk_bytes=self.replicas.chunk_bytes,
+            store=config.store_fields(),
+            job_defaults=config.job_defaults(),
+        )
         with self._released():
             cast(RankConnection, link).send(welcome)
 

@@ -98,9 +98,14 @@ class ControllerSessions(Sessions[ControllerSession]):
                 session.beat(heartbeat())
 
     def serve(
-        self, channel: Channel, term: int, *, inventory: Callable[[], HostInventory], on_open: Callable[[], None],
+        self,
+        channel: Channel,
+        term: int,
+        *,
+        inventory: Callable[[], HostInventory],
+        on_open: Callable[[], None],
         obey: Callable[[Order], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Obey a controller until its session ends; refuse one of a lower term (R17).
 
         Args:

@@ -31,9 +31,16 @@ class FolderGuard:
     """The guard of one holder's folder. One thread calls `look`, a few times a second."""
 
     def __init__(
-        self, context: HolderContext, lock_file: ArenaLock, journal: JournalFile, secret: bytes, *,
-        records: Callable[[], list[bytes]], incarnation: Callable[[], int], on_lost: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        context: HolderContext,
+        lock_file: ArenaLock,
+        journal: JournalFile,
+        secret: bytes,
+        *,
+        records: Callable[[], list[bytes]],
+        incarnation: Callable[[], int],
+        on_lost: Callable[[], None],
+    ) -> None:
         """Guard the folder as it is now.
 
         Args:
@@ -110,8 +117,9 @@ class FolderGuard:
             raise CapacityError(
                 f"writing {self.folder} again needs {needed_bytes} bytes and its file system has {free_bytes} free; "
                 "remove what else lies there, or enlarge it (mount -o remount,size=...)",
-                needed_bytes=needed_bytes, free_bytes=free_bytes,
-            )  # fmt: skip
+                needed_bytes=needed_bytes,
+                free_bytes=free_bytes,
+            )
 
     def write_again(self) -> None:
         """Write the files that a successor adopts: bytes, slot table, manifests, journal, and the rest."""

@@ -36,12 +36,7 @@ from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import ControllerIdentity, HolderIdentity, Identity, ReaderIdentity
 from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.messages import HostInfo
-from memstore.core.wire.orders import (
-    CallAnswered,
-    HostNews,
-    Order,
-    TakeIncarnation,
-)
+from memstore.core.wire.orders import CallAnswered, HostNews, Order, TakeIncarnation
 from memstore.core.wire.rank_messages import ToolHello
 from memstore.core.wire.reports import Heartbeat, HostInventory
 from memstore.core.wire.status_rows import HostStats
@@ -90,6 +85,15 @@ def descriptor_stats() -> dict[str, int]:
     return {"descriptors": used, "descriptors_limit": limit, "descriptors_hard": hard, "pid": os.getpid()}
 
 
+def _limit(config: Config, arena_limit_bytes: int, words: str) -> Limit:
+    return Limit(
+        arena_limit_bytes,
+        words,
+        beyond_limit(words),
+        lambda asked, claimed: admission(measure(config.arena_dir), asked_bytes=asked, claimed_bytes=claimed),
+    )
+
+
 # -- holder -------------------------------------------------------------------------------------------
 
 
@@ -113,39 +117,34 @@ class Holder:
         cluster: str = "",
         on_fatal: Callable[[str], None] = lambda why: None,
     ) -> None:
-        self.config, self.limit_words = config, limit_words  # what set the limit; a warning if it is small
-        self.secret, self.tls = secret, Tls.load(config)
+        self.config, self.secret, self.tls = config, secret, Tls.load(config)
+        self.limit_words = limit_words  # what set the limit; a warning if it is small
         self.folder: Path = make_folder(config.arena_dir, store=config.store, host=identity.host_id)
         lock_file = ArenaLock.take(
             self.folder, timeout_s=LOCK_TIMEOUT_S, cluster=cluster, replace_frozen=self._is_frozen
         )
         write_secret(self.folder, secret)
         self.idle = IdleTime(self.folder)
-        limit = Limit(
-            arena_limit_bytes, limit_words[0], beyond_limit(limit_words[0]),
-            lambda asked, claimed: admission(measure(config.arena_dir), asked_bytes=asked, claimed_bytes=claimed),
-        )  # fmt: skip
+        limit = _limit(config, arena_limit_bytes, limit_words[0])
         self.replicas = open_store(self.folder, chunk_bytes=config.chunk_bytes, limit=limit)
         self.journal = JournalFile.open(self.folder / "journal")
         self.fences = JobFences()
         term = read_journal(self.journal.records(), self.fences)
         self.sessions = ControllerSessions(identity.host_id, self.journal, term)
         info = HostInfo(
-            identity.host_id, next_incarnation(self.folder), (), identity.machine, identity.is_explicit,
-            dict(identity.labels), arena_limit_bytes,
-        )  # fmt: skip
+            identity.host_id,
+            next_incarnation(self.folder),
+            (),
+            identity.machine,
+            identity.is_explicit,
+            dict(identity.labels),
+            arena_limit_bytes,
+        )
         self._identity = HolderIdentity(host=identity.host_id, incarnation=info.incarnation)  # for peers
         self.damage, self.pacing = Damage(), Pacing(config.dscp, config.replicate_bytes_per_s, config.chunk_bytes)
-        self.priority = RankPriority()
         self.peers, self.stopping = PeerTable(identity.host_id, self._connection_pool), threading.Event()
-        self.calls = Calls(self._relay)
-        self.state = HolderState(
-            info, self.replicas, OutgoingShards(self.replicas).outgoing,
-            Limits(config.suspect_after_s, config.dead_after_s, WHOLE_BYTES), now=time.monotonic,
-            report=self.sessions.report, ask=self.calls.ask_own, is_stopping=self.stopping.is_set,
-            is_alive=lambda owner: is_alive(owner.pid, owner.start),
-            pin_numbers=itertools.count(secrets.randbits(60)), idle_s=self.idle.idle_s, fences=self.fences,
-        )  # fmt: skip
+        self.priority, self.calls = RankPriority(), Calls(self._relay)
+        self.state = self._make_state(info)
         self.context = HolderContext(
             self.state, config, self.folder, self.replicas, self.peers, on_fatal, self.stopping
         )
@@ -158,10 +157,32 @@ class Holder:
         lock_file.describe(cluster=cluster, address=str(self._listen()))
         self.rank_listener = Listener.unix(self.folder / "holder.sock", on_channel=self.ranks.serve)
         self.guard = FolderGuard(
-            self.context, lock_file, self.journal, secret, records=self.sessions.journal_records,
-            incarnation=lambda: self.state.info.incarnation, on_lost=self._say_last_word,
-        )  # fmt: skip
+            self.context,
+            lock_file,
+            self.journal,
+            secret,
+            records=self.sessions.journal_records,
+            incarnation=lambda: self.state.info.incarnation,
+            on_lost=self._say_last_word,
+        )
         self._threads = self._start_loops()
+
+    def _make_state(self, info: HostInfo) -> HolderState:
+        config = self.config
+        return HolderState(
+            info,
+            self.replicas,
+            OutgoingShards(self.replicas).outgoing,
+            Limits(config.suspect_after_s, config.dead_after_s, WHOLE_BYTES),
+            now=time.monotonic,
+            report=self.sessions.report,
+            ask=self.calls.ask_own,
+            is_stopping=self.stopping.is_set,
+            is_alive=lambda owner: is_alive(owner.pid, owner.start),
+            pin_numbers=itertools.count(secrets.randbits(60)),
+            idle_s=self.idle.idle_s,
+            fences=self.fences,
+        )
 
     def _listen(self) -> Endpoint:
         """Accept controllers and peers from now on, on every network; return where, on the first."""
@@ -169,10 +190,15 @@ class Holder:
             for address in resolve_interfaces(self.config.interface):
                 self.listeners.append(
                     Listener.tcp(
-                        address, self.config.port, secret=self.secret, store=self.config.store,
-                        identity=lambda: self._identity, on_channel=self._accept, tls=self.tls,
+                        address,
+                        self.config.port,
+                        secret=self.secret,
+                        store=self.config.store,
+                        identity=lambda: self._identity,
+                        on_channel=self._accept,
+                        tls=self.tls,
                     )
-                )  # fmt: skip
+                )
         except BaseException:
             for listener in self.listeners:
                 listener.close()
@@ -189,9 +215,13 @@ class Holder:
         self.io = BlockingIo(context, RankConnections(context), self.send_gate, self.calls, self.trained, self.scrubber)
         self.ranks = RankServer(context, self.io, self.calls, self.send_gate, self.trained, self.damage)
         self.peer_server = PeerServer(
-            self.replicas, context.host_id, is_fenced=self.fences.is_fenced, on_sealed=self._copy_sealed,
-            before_offer=self._before_offer, damage=self.damage,
-        )  # fmt: skip
+            self.replicas,
+            context.host_id,
+            is_fenced=self.fences.is_fenced,
+            on_sealed=self._copy_sealed,
+            before_offer=self._before_offer,
+            damage=self.damage,
+        )
 
     def _relay(self, number: int, request: RankCall) -> None:
         """Send the controller a rank's call, or one of the holder's own."""
@@ -199,9 +229,16 @@ class Holder:
 
     def _connection_pool(self, host: str, endpoints: tuple[Endpoint, ...]) -> PeerClient:
         return PeerClient(
-            host, endpoints, secret=self.secret, store=self.config.store, identity=self._identity,
-            streams=self.config.streams, damage=self.damage, pacing=self.pacing, tls=self.tls,
-        )  # fmt: skip
+            host,
+            endpoints,
+            secret=self.secret,
+            store=self.config.store,
+            identity=self._identity,
+            streams=self.config.streams,
+            damage=self.damage,
+            pacing=self.pacing,
+            tls=self.tls,
+        )
 
     def _start_loops(self) -> list[threading.Thread]:
         loops = {"heartbeat": self._heartbeat_loop, "reap": self._reap_loop, "scrub": self.scrubber.run}
@@ -247,9 +284,8 @@ class Holder:
     def _accept(self, channel: Channel, identity: Identity) -> None:
         if isinstance(identity, ControllerIdentity):
             self.sessions.serve(
-                channel, identity.term, inventory=self._inventory, on_open=self.calls.ask_again,
-                obey=self.obey,
-            )  # fmt: skip
+                channel, identity.term, inventory=self._inventory, on_open=self.calls.ask_again, obey=self.obey
+            )
         elif isinstance(identity, HolderIdentity):
             self.peer_server.serve(channel, identity)
         elif isinstance(identity, ReaderIdentity):
@@ -285,8 +321,11 @@ class Holder:
         before, number = self.state.info.incarnation, next_incarnation(self.folder, above)
         log.warning(
             "host %s: the controller refused incarnation %d, it has seen %d: going on as %d",
-            self.state.host_id, before, above, number,
-        )  # fmt: skip
+            self.state.host_id,
+            before,
+            above,
+            number,
+        )
         self.state.info = replace(self.state.info, incarnation=number)
         self._identity = HolderIdentity(host=self.state.host_id, incarnation=number)
         self.peers.forget()  # they know the old incarnation; the next session brings their addresses again
@@ -311,23 +350,35 @@ class Holder:
     def heartbeat(self) -> Heartbeat:
         """Return the heartbeat of this moment."""
         counts: dict[str, Any] = {
-            **self.replicas.stats(), **self.damage.stats(), **self.guard.stats(),
-            **descriptor_stats(), "spilled_bytes": self.send_gate.spilled_bytes,
-        }  # fmt: skip
+            **self.replicas.stats(),
+            **self.damage.stats(),
+            **self.guard.stats(),
+            **descriptor_stats(),
+            "spilled_bytes": self.send_gate.spilled_bytes,
+        }
         stats = HostStats(
-            **counts, scrub=self.scrubber.found_count, limit_why=self.limit_words[0], limit_warning=self.warnings,
+            **counts,
+            scrub=self.scrubber.found_count,
+            limit_why=self.limit_words[0],
+            limit_warning=self.warnings,
             received_bytes=self.peer_server.received_bytes,
             short_of_room=self.sessions.facts.problem or self.replicas.manifests.problem,
             behind_ranks=self.priority.behind,
-        )  # fmt: skip
+        )
         return Heartbeat(stats=stats, trained=self.trained.newest(), clock_s=None)
 
     def _reap_loop(self) -> None:
         while not self.stopping.wait(REAP_S):
             for work in (
-                self.ranks.reap, self.ranks.expire_reads, self.peer_server.give_up_idle, self.idle.keep,
-                self.sessions.write_waiting, self.replicas.manifests.look_for_room, self.guard.look, self._follow_ranks,
-            ):  # fmt: skip
+                self.ranks.reap,
+                self.ranks.expire_reads,
+                self.peer_server.give_up_idle,
+                self.idle.keep,
+                self.sessions.write_waiting,
+                self.replicas.manifests.look_for_room,
+                self.guard.look,
+                self._follow_ranks,
+            ):
                 self.context.logged(work)
 
     def _follow_ranks(self) -> None:

@@ -51,9 +51,14 @@ class RankServer:
     """The server of one holder's ranks: each link is read by a thread of its own."""
 
     def __init__(
-        self, context: HolderContext, io: BlockingIo, calls: Calls, send_gate: SendGate, trained: TrainedSteps,
+        self,
+        context: HolderContext,
+        io: BlockingIo,
+        calls: Calls,
+        send_gate: SendGate,
+        trained: TrainedSteps,
         damage: Damage,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.context, self.state, self.io = context, context.state, io
         self.calls, self.sealer = calls, Sealer(io, context.state)
         self.send_gate, self.trained, self.damage = send_gate, trained, damage

@@ -28,8 +28,9 @@ def resolve_interfaces(specs: str | Sequence[str] | None) -> list[str]:
         if address in found:
             raise errors.ConfigError(
                 f"interface names {found[address]!r} and {spec!r}, which are the same address {address}: name networks "
-                "of different cards", field="interface",
-            )  # fmt: skip
+                "of different cards",
+                field="interface",
+            )
         found[address] = spec
     return list(found)
 

@@ -21,7 +21,7 @@ DONE, ENDED, LATE = 0, -1, -2  # how a transfer ended; else an error's number
 
 def receive(
     fd: int, chunks: Sequence[Sequence[memoryview]], *, timeout_s: float, wake_bytes: int
-) -> tuple[int, list[bytes]]:  # fmt: skip
+) -> tuple[int, list[bytes]]:
     """Receive chunks from a socket that does not block; return how it ended, and the digests of those that are whole.
 
     Args:

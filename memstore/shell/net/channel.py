@@ -191,7 +191,7 @@ class Channel:
 
     def recv_bulk_digests(
         self, chunks: Sequence[Sequence[memoryview]], digests: list[bytes], *, timeout_s: float
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Receive the next bulk bytes of the last frame as chunks, each into its views of bytes and within `timeout_s`.
 
         The digest of each is taken as it comes and appended to `digests`, also if a later one does not come.
@@ -244,9 +244,13 @@ class Channel:
                 self._bulk_left -= part.nbytes
 
     def request(
-        self, body: codec.Message | bytes, bulk: Sequence[memoryview] = (), *, timeout_s: float,
+        self,
+        body: codec.Message | bytes,
+        bulk: Sequence[memoryview] = (),
+        *,
+        timeout_s: float,
         gate: BulkGate | None = None,
-    ) -> Frame:  # fmt: skip
+    ) -> Frame:
         """Send a CALL and return its REPLY, both within `timeout_s`; the peer's ERROR is raised here as its class.
 
         For one thread on a channel that carries nothing else; answers to calls that timed out earlier are dropped.
@@ -356,9 +360,13 @@ class Channel:
             self._lost_write(f"{clock.operation}: {error}", error)
 
     def _fill(
-        self, view: memoryview, clock: _Clock, *, at_boundary: bool = False,
+        self,
+        view: memoryview,
+        clock: _Clock,
+        *,
+        at_boundary: bool = False,
         seen: Callable[[memoryview], object] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         done = 0
         while done < view.nbytes:
             try:

@@ -53,9 +53,12 @@ class Listener(Generic[Who]):
     """
 
     def __init__(
-        self, sock: socket.socket, handshake: Callable[[Channel], Who], on_channel: Callable[[Channel, Who], None],
+        self,
+        sock: socket.socket,
+        handshake: Callable[[Channel], Who],
+        on_channel: Callable[[Channel, Who], None],
         unauthenticated_max: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._sock = sock
         self._handshake = handshake
         self._on_channel = on_channel
@@ -282,8 +285,9 @@ def connect_tcp(
         who = f"host {found.host!r}" if isinstance(found, HolderIdentity) else f"a {tag_of(found)}"
         raise errors.AuthenticationError(
             f"{who} answers at {channel.peer}, where host {host!r} is looked for: that address is out of date",
-            peer=channel.peer, host=host,
-        )  # fmt: skip
+            peer=channel.peer,
+            host=host,
+        )
     return channel
 
 

@@ -55,8 +55,10 @@ def end_after_silence(sock: socket.socket | TlsStream, silence_s: float) -> None
     """
     what = "an early end of silent connections"
     for option, value in (
-        (socket.TCP_USER_TIMEOUT, int(silence_s * 1000)), (socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1),
-    ):  # fmt: skip
+        (socket.TCP_USER_TIMEOUT, int(silence_s * 1000)),
+        (socket.TCP_KEEPIDLE, 1),
+        (socket.TCP_KEEPINTVL, 1),
+    ):
         _set(sock, socket.IPPROTO_TCP, option, value, what)
 
 

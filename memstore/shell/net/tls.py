@@ -59,8 +59,9 @@ class Tls:
                 raise
             raise ConfigError(
                 f"TLS cannot be set up from tls_dir={config.tls_dir}: {error}; cert.pem, key.pem and ca.pem must be in "
-                "it on every host, in PEM, the key without a password", field="tls_dir",
-            ) from error  # fmt: skip
+                "it on every host, in PEM, the key without a password",
+                field="tls_dir",
+            ) from error
 
     def wrap(self, sock: socket.socket, *, is_server: bool) -> TlsStream:
         """Take over a connected, non-blocking socket; nothing is sent before `TlsStream.shake`."""

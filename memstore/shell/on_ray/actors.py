@@ -101,16 +101,25 @@ class HolderActor:
                 return {"host": host, "shared": True}
         limit = arena_limit(self.config, folder, hosts_on_machine=self.hosts_on_machine)
         self.holder = Holder(
-            self.identity, self.config, secret=self.secret, cluster=cluster, on_fatal=lambda why: os._exit(1),
-            arena_limit_bytes=limit.nbytes, limit_words=(limit.why, limit.warning),
-        )  # fmt: skip
+            self.identity,
+            self.config,
+            secret=self.secret,
+            cluster=cluster,
+            on_fatal=lambda why: os._exit(1),
+            arena_limit_bytes=limit.nbytes,
+            limit_words=(limit.why, limit.warning),
+        )
         feed_from_holder(self.holder)
         info = self.holder.state.info
         first = info.endpoints[0]
         record = {
-            "address": first.address, "port": first.port, "incarnation": info.incarnation, "machine": info.machine,
-            "node": ray.get_runtime_context().get_node_id(), "pid": os.getpid(),
-        }  # fmt: skip
+            "address": first.address,
+            "port": first.port,
+            "incarnation": info.incarnation,
+            "machine": info.machine,
+            "node": ray.get_runtime_context().get_node_id(),
+            "pid": os.getpid(),
+        }
         self.membership.announce(host, record)
         return {"host": host, "shared": False, **record}
 
@@ -127,9 +136,15 @@ class HolderActor:
 
     def _probe(self, host: str, record: dict[str, Any]) -> None:
         connect_tcp(
-            str(record["address"]), int(record["port"]), secret=self.secret, store=self.config.store,
-            identity=ProbeIdentity(), timeout_s=PROBE_S, host=host, tls=Tls.load(self.config),
-        ).close()  # fmt: skip
+            str(record["address"]),
+            int(record["port"]),
+            secret=self.secret,
+            store=self.config.store,
+            identity=ProbeIdentity(),
+            timeout_s=PROBE_S,
+            host=host,
+            tls=Tls.load(self.config),
+        ).close()
 
     def _refuse_double(self, host: str) -> None:
         """Refuse two live holders of one id on different machines, with both addresses (R1)."""
@@ -189,11 +204,15 @@ class ControllerActor:
     def describe(self) -> dict[str, Any]:
         """Return the store's fields and its holders' addresses."""
         return {
-            "fields": self.fields, "hosts": dict(self.hosts), "errors": dict(self.errors), "pid": os.getpid(),
+            "fields": self.fields,
+            "hosts": dict(self.hosts),
+            "errors": dict(self.errors),
+            "pid": os.getpid(),
             "node": ray.get_runtime_context().get_node_id(),
-            "connected": self.controller.connected(), "nodes": sorted(n["NodeID"] for n in live_nodes()),
+            "connected": self.controller.connected(),
+            "nodes": sorted(n["NodeID"] for n in live_nodes()),
             "is_serving": self.controller.is_serving(),
-        }  # fmt: skip
+        }
 
     def close(self) -> None:
         """Stop supervising and deciding; holders keep everything."""
@@ -253,12 +272,16 @@ class ControllerActor:
             actor = self.starting[node_id] = (
                 ray.remote(HolderActor)
                 .options(
-                    name=f"memstore-{self.fields['store']}-{node_id[:12]}-{secrets.token_hex(6)}", namespace=NAMESPACE,
-                    lifetime="detached", num_cpus=0, max_restarts=0, max_concurrency=4,
+                    name=f"memstore-{self.fields['store']}-{node_id[:12]}-{secrets.token_hex(6)}",
+                    namespace=NAMESPACE,
+                    lifetime="detached",
+                    num_cpus=0,
+                    max_restarts=0,
+                    max_concurrency=4,
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
                 )
                 .remote(self.fields, self.secret, dict(node.get("Labels") or {}), hosts_on_machine)
-            )  # fmt: skip
+            )
             started = ray.get(actor.start.remote(), timeout=START_S)
             if started["shared"]:
                 ray.kill(actor)

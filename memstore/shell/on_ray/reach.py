@@ -69,8 +69,9 @@ def wait_for_gcs(address: str | None, limit_s: float, say: Callable[[str], None]
             raise PeerTimeout(
                 f"Ray's GCS at {named} does not answer, waited {limit_s:.3g} s: it hangs, or the address is wrong or "
                 f"out of reach. {_remedy(address)}",
-                operation="reach Ray", limit_s=limit_s,
-            )  # fmt: skip
+                operation="reach Ray",
+                limit_s=limit_s,
+            )
         if not has_said:
             say(f"waiting for Ray's GCS at {named}, which does not answer, up to {limit_s:.3g} s")
         has_said = True
@@ -121,9 +122,13 @@ def _call(place: str) -> bytes:
     that sends settings, so those alone say nothing.
     """
     fields = {
-        ":method": "POST", ":scheme": "http", ":path": "/ray.rpc.NodeInfoGcsService/CheckAlive", ":authority": place,
-        "te": "trailers", "content-type": "application/grpc",
-    }  # fmt: skip
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": "/ray.rpc.NodeInfoGcsService/CheckAlive",
+        ":authority": place,
+        "te": "trailers",
+        "content-type": "application/grpc",
+    }
     texts = [part.encode() for pair in fields.items() for part in pair]
     literals = [bytes([len(text)]) + text for text in texts]
     headers = b"".join(b"\0" + name + value for name, value in zip(literals[::2], literals[1::2], strict=True))

@@ -96,9 +96,15 @@ def send_run(
 
 
 def receive_run(
-    channel: Channel, replicas: Store, replica: IncomingReplica, indices: Sequence[int], *,
-    take: Callable[[int], list[int]], damage: Damage, timeout_s: float,
-) -> ReceivedRun:  # fmt: skip
+    channel: Channel,
+    replicas: Store,
+    replica: IncomingReplica,
+    indices: Sequence[int],
+    *,
+    take: Callable[[int], list[int]],
+    damage: Damage,
+    timeout_s: float,
+) -> ReceivedRun:
     """Receive the next frame's chunks, the first of `indices`, each digested while it is hot.
 
     Args:
@@ -117,9 +123,16 @@ def receive_run(
 
 
 def receive_bulk(
-    channel: Channel, replicas: Store, replica: IncomingReplica, indices: Sequence[int], sizes: Sequence[int], *,
-    take: Callable[[int], list[int]], damage: Damage, timeout_s: float,
-) -> ReceivedRun:  # fmt: skip
+    channel: Channel,
+    replicas: Store,
+    replica: IncomingReplica,
+    indices: Sequence[int],
+    sizes: Sequence[int],
+    *,
+    take: Callable[[int], list[int]],
+    damage: Damage,
+    timeout_s: float,
+) -> ReceivedRun:
     """Receive the chunks that are the bulk of the last frame, as `receive_run` does; size 0 for one that is lacking."""
     wanted = [(index, size) for index, size in zip(indices, sizes, strict=False) if size]
     numbers = take(len(wanted)) if wanted else []

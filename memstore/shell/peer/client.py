@@ -125,9 +125,15 @@ class PeerClient:
 
     def _connect(self, endpoint: Endpoint) -> Channel:
         return connect_tcp(
-            endpoint.address, endpoint.port, secret=self._secret, store=self._store, identity=self._identity,
-            timeout_s=CONNECT_TIMEOUT_S, host=self.host_id, tls=self._tls,
-        )  # fmt: skip
+            endpoint.address,
+            endpoint.port,
+            secret=self._secret,
+            store=self._store,
+            identity=self._identity,
+            timeout_s=CONNECT_TIMEOUT_S,
+            host=self.host_id,
+            tls=self._tls,
+        )
 
     def connect(self) -> None:
         """Open every stream and keep it; those that are idle count."""
@@ -203,9 +209,14 @@ class PeerClient:
     # -- push ---------------------------------------------------------------------------------
 
     def send_chunks(
-        self, shipment: OutgoingReplica, chunks: Sequence[int], *, sender: str, throttle: Throttle | None,
+        self,
+        shipment: OutgoingReplica,
+        chunks: Sequence[int],
+        *,
+        sender: str,
+        throttle: Throttle | None,
         gate: BulkGate | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Send those of a shard's chunks that the peer lacks, over several streams. PeerRefused, TransportError.
 
         Args:
@@ -223,9 +234,8 @@ class PeerClient:
                 send(batch)
 
     def send_whole(
-        self, shipment: OutgoingReplica, request: WholeShard, *, throttle: Throttle | None,
-        gate: BulkGate | None = None,
-    ) -> HasCopy | ChunksLacking | Refused:  # fmt: skip
+        self, shipment: OutgoingReplica, request: WholeShard, *, throttle: Throttle | None, gate: BulkGate | None = None
+    ) -> HasCopy | ChunksLacking | Refused:
         """Send a shard with its manifest in one request. PeerRefused, TransportError; arguments as `send_chunks`."""
 
         def send(channel: Channel) -> HasCopy | ChunksLacking | Refused:
@@ -243,12 +253,7 @@ class PeerClient:
         return self._converse(send)
 
     def _send_batch(
-        self,
-        shipment: OutgoingReplica,
-        sender: str,
-        throttle: Throttle | None,
-        gate: BulkGate | None,
-        batch: list[int],
+        self, shipment: OutgoingReplica, sender: str, throttle: Throttle | None, gate: BulkGate | None, batch: list[int]
     ) -> None:
         chunks = zip(batch, shipment.digests(batch), (shipment.sizes[i] for i in batch), strict=True)
         request = ChunkBatch(
@@ -313,9 +318,14 @@ class PeerClient:
             channel.send(Kind.CALL, request_id, request, deadline_s=CALL_TIMEOUT_S)
             while want:
                 run = receive_run(
-                    channel, replicas, replica, want, take=replicas.take_slots_growing, damage=self._damage,
+                    channel,
+                    replicas,
+                    replica,
+                    want,
+                    take=replicas.take_slots_growing,
+                    damage=self._damage,
                     timeout_s=CALL_TIMEOUT_S,
-                )  # fmt: skip
+                )
                 bad += run.bad
                 want = want[run.answered :]
             channel.recv(timeout_s=CALL_TIMEOUT_S)

@@ -73,10 +73,15 @@ class PeerServer:
     """What a holder does for its peers."""
 
     def __init__(
-        self, replicas: Store, host_id: str, *, is_fenced: Callable[[str, int], bool],
-        on_sealed: Callable[[Copy], None], before_offer: Callable[[ShardId], None] = lambda shard: None,
+        self,
+        replicas: Store,
+        host_id: str,
+        *,
+        is_fenced: Callable[[str, int], bool],
+        on_sealed: Callable[[Copy], None],
+        before_offer: Callable[[ShardId], None] = lambda shard: None,
         damage: Damage | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.replicas = replicas
         self.host_id = host_id
         self.is_fenced = is_fenced
@@ -123,8 +128,10 @@ class PeerServer:
         """Tell a peer that speaks for another host than it has proved to be that its connection ends."""
         error = AuthenticationError(
             f"host {self.host_id} refuses {channel.peer}: it has proved to be host {proven!r} and speaks for host "
-            f"{named!r}; a holder sends only what its own host has", proven=proven, named=named,
-        )  # fmt: skip
+            f"{named!r}; a holder sends only what its own host has",
+            proven=proven,
+            named=named,
+        )
         log.warning("a connection is ended: %s", error)
         channel.send(Kind.ERROR, request_id, ErrorMessage.of(error), deadline_s=REPLY_TIMEOUT_S)
 
@@ -208,9 +215,14 @@ class PeerServer:
         while lack:
             with self._receiving(incoming):
                 run = receive_run(
-                    channel, self.replicas, replica, lack, take=self._take, damage=self.damage,
+                    channel,
+                    self.replicas,
+                    replica,
+                    lack,
+                    take=self._take,
+                    damage=self.damage,
                     timeout_s=CHUNK_TIMEOUT_S,
-                )  # fmt: skip
+                )
             incoming.last_frame_s = self.replicas.clock.monotonic()
             self.received_bytes += run.nbytes
             lack = lack[run.answered :]
@@ -285,9 +297,12 @@ class PeerServer:
         if sum(sizes) != channel.bulk_left or max(sizes, default=0) > self.replicas.chunk_bytes:
             raise ProtocolError(f"{channel.peer}: {channel.bulk_left} bytes of chunks of {sizes[:64]} bytes")
         offer = Offer(
-            shard=whole.shard, sender=whole.sender, attempt=whole.attempt, digest=shard_digest(whole.manifest),
+            shard=whole.shard,
+            sender=whole.sender,
+            attempt=whole.attempt,
+            digest=shard_digest(whole.manifest),
             chunks_count=len(sizes),
-        )  # fmt: skip
+        )
         reply = self._offer(channel, offer)
         replica = self.replicas.index.find_incoming(whole.sender, whole.shard.id)
         if not isinstance(reply, Done) or replica is None:
@@ -295,9 +310,15 @@ class PeerServer:
             return reply if not isinstance(reply, Done) else Refused(why="it was aborted", is_final=False)
         self.replicas.expect(replica, range(len(sizes)), [chunk.digest for chunk in manifest.chunks], sizes)
         run = receive_bulk(
-            channel, self.replicas, replica, range(len(sizes)), sizes, take=self._take, damage=self.damage,
+            channel,
+            self.replicas,
+            replica,
+            range(len(sizes)),
+            sizes,
+            take=self._take,
+            damage=self.damage,
             timeout_s=CHUNK_TIMEOUT_S,
-        )  # fmt: skip
+        )
         self.received_bytes += run.nbytes
         if run.bad:
             return ChunksLacking(chunks=tuple(run.bad))
@@ -351,7 +372,7 @@ class PeerServer:
 
     def _pinned(
         self, request: FetchManifest | FetchChunks | Verify, *, is_reader: bool = False
-    ) -> tuple[StoredReplica, int]:  # fmt: skip
+    ) -> tuple[StoredReplica, int]:
         pinned = self.replicas.pin(request.shard.id, request.digest, is_reader=is_reader)
         if pinned is None:
             raise IntegrityError(f"{self.host_id} does not hold {request.shard.id} {request.digest}")

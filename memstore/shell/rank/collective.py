@@ -24,8 +24,10 @@ ANSWER_S = 5.0  # the controller answers within this if it is there
 OPEN_S = 30.0  # once all ranks have come: storage is listed and hosts refuse older ranks, each with a limit of its own
 # What people call these requests; others by their tag.
 _NAMES: Mapping[type[RankCall], str] = {
-    Join: "connect to", ReserveRoom: "room for the puts of", ShardLoaded: "the end of get of",
-}  # fmt: skip
+    Join: "connect to",
+    ReserveRoom: "room for the puts of",
+    ShardLoaded: "the end of get of",
+}
 CALL_SLACK_S = 10.0  # the controller's own deadline comes first and names the missing ranks
 
 
@@ -45,8 +47,9 @@ def take_turn(lock: Any, what: str, timeout_s: float) -> float:
     if not lock.acquire(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX)):
         raise PeerTimeout(
             f"{what}: another thread of this process was still in such a call after {timeout_s:g} s",
-            operation=what, limit_s=timeout_s,
-        )  # fmt: skip
+            operation=what,
+            limit_s=timeout_s,
+        )
     return max(0.0, timeout_s - (time.monotonic() - since_s))
 
 
@@ -74,14 +77,18 @@ def collective(link: HolderLink, request: Get, timeout_s: float) -> NothingStore
         raise PeerTimeout(
             f"{roll.name} job {request.job!r} was decided but not carried out within {2 * timeout_s:g} s: see "
             f"{link.commands('`memstore status`')}, or raise timeout_s",
-            operation="get", limit_s=timeout_s,
-        )  # fmt: skip
+            operation="get",
+            limit_s=timeout_s,
+        )
     answer: NothingStored | StepAgreed | ShardPlaced = answer_of(future)
     if isinstance(answer, NothingStored) and answer.lost:
         log.warning(
             "memstore %s rank %d: there is no step to restore although steps were put: %s. Training begins from "
-            "nothing", request.job, request.rank, answer.lost,
-        )  # fmt: skip
+            "nothing",
+            request.job,
+            request.rank,
+            answer.lost,
+        )
     return answer
 
 
@@ -99,8 +106,9 @@ def loaded_with_all(link: HolderLink, request: ShardLoaded, limit_s: float) -> b
         raise PeerTimeout(
             f"get of job {request.job!r}: this rank has loaded, and after {limit_s:g} s get() still waits for "
             f"the others: {roll.words or 'no word of them'} ({link.commands('`memstore status`')}); raise timeout_s",
-            operation="get", limit_s=limit_s,
-        )  # fmt: skip
+            operation="get",
+            limit_s=limit_s,
+        )
     return not isinstance(answer_of(future), GetAgain)
 
 
@@ -120,8 +128,10 @@ def ask_with_all(link: HolderLink, request: Join | Rewind, *, limit_s: float) ->
         raise PeerTimeout(
             f"{roll.name} job {request.job!r} was not answered within {roll.waited_s:.0f} s: {roll.words} "
             f"({link.commands('`memstore status`')})",
-            operation=tag_of(request), waited_s=roll.waited_s, limit_s=limit_s,
-        )  # fmt: skip
+            operation=tag_of(request),
+            waited_s=roll.waited_s,
+            limit_s=limit_s,
+        )
     joined: Joined = answer_of(future)
     return joined
 

@@ -79,9 +79,8 @@ class HolderLink:
     """
 
     def __init__(
-        self, folder: Path, *, nonce: str, job: str = "", rank: int = -1, attempt: int = 0,
-        connect_s: float = CONNECT_S,
-    ) -> None:  # fmt: skip
+        self, folder: Path, *, nonce: str, job: str = "", rank: int = -1, attempt: int = 0, connect_s: float = CONNECT_S
+    ) -> None:
         """Without a job it is a tool's link, which only asks."""
         self.leases = Leases(RankMapping(folder, ""))
         self._connect_s = connect_s  # for all of a connection's beginning, each time
@@ -113,10 +112,16 @@ class HolderLink:
         if not self.job:
             return ToolHello(nonce=self.nonce, life=self.life, pid=os.getpid())
         return RankHello(
-            nonce=self.nonce, life=self.life, pid=os.getpid(), job=self.job, rank=self.rank, attempt=self.attempt,
-            held=tuple(self.leases.held()), arena=self.leases.mapping.arena,
+            nonce=self.nonce,
+            life=self.life,
+            pid=os.getpid(),
+            job=self.job,
+            rank=self.rank,
+            attempt=self.attempt,
+            held=tuple(self.leases.held()),
+            arena=self.leases.mapping.arena,
             ended=tuple(_ENDED.get((self.folder, self.nonce), ())),
-        )  # fmt: skip
+        )
 
     def _connect(self, before: Welcome | None) -> tuple[Channel, Welcome]:
         """Connect and report our slots; drop those that the holder no longer leases to us (R8)."""
@@ -358,8 +363,10 @@ class HolderLink:
             raise PeerTimeout(
                 f"{what} was not answered within {timeout_s:g} s: is the controller running? "
                 f"({self.commands('`memstore status`')})",
-                operation=what.partition(" ")[0], waited_s=timeout_s, limit_s=timeout_s,
-            ) from None  # fmt: skip
+                operation=what.partition(" ")[0],
+                waited_s=timeout_s,
+                limit_s=timeout_s,
+            ) from None
 
     def wait_any(self, futures: Sequence[Future[Any]], timeout_s: float | None) -> bool:
         """Wait until one of some calls is done, at most so long; return whether one is.
@@ -388,9 +395,15 @@ class HolderLink:
         except (ClosedError, IndexError):  # the store is closed
             return False
         message = PutReady(
-            terms=terms, slots=tuple(put.slots), arena=put.mapping.arena, sample=seen, layout=layout, nbytes=nbytes,
-            stall_s=stall_s, digests=digests,
-        )  # fmt: skip
+            terms=terms,
+            slots=tuple(put.slots),
+            arena=put.mapping.arena,
+            sample=seen,
+            layout=layout,
+            nbytes=nbytes,
+            stall_s=stall_s,
+            digests=digests,
+        )
         with self.leases.changed:
             if not self.leases.are_of(put):
                 return False

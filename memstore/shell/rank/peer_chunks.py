@@ -67,18 +67,28 @@ class Dialler:
         if self._tls is None and self._config.tls_dir is not None:
             self._tls = Tls.load(self._config)
         return connect_tcp(
-            endpoint.address, endpoint.port, secret=read_secret(self._folder), store=self._store,
-            identity=ReaderIdentity(host=self._folder.name), timeout_s=CONNECT_S, host=host, tls=self._tls,
-        )  # fmt: skip
+            endpoint.address,
+            endpoint.port,
+            secret=read_secret(self._folder),
+            store=self._store,
+            identity=ReaderIdentity(host=self._folder.name),
+            timeout_s=CONNECT_S,
+            host=host,
+            tls=self._tls,
+        )
 
 
 class PeerChunks:
     """The chunks of one shard that this process fetches; `close` ends all waits."""
 
     def __init__(
-        self, dialler: Dialler, manifest: Manifest, digest: str, rows: Sequence[ChunksElsewhere],
+        self,
+        dialler: Dialler,
+        manifest: Manifest,
+        digest: str,
+        rows: Sequence[ChunksElsewhere],
         networks: Mapping[str, HostNetworks],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._dialler, self._manifest, self._digest, self._networks = dialler, manifest, digest, networks
         self._host_of = {
             index: row.host
@@ -214,9 +224,7 @@ class PeerChunks:
             )
         return sizes
 
-    def _receive(
-        self, channel: Channel, run: Sequence[tuple[int, int]], targets: Targets, done: list[int]
-    ) -> None:  # fmt: skip
+    def _receive(self, channel: Channel, run: Sequence[tuple[int, int]], targets: Targets, done: list[int]) -> None:
         """Receive the next chunks (index, nbytes) of a frame; add those to `done` that have the manifest's digest."""
         chunks = [self._manifest.chunks[index] for index, _ in run]
         for (index, size), chunk in zip(run, chunks, strict=True):

@@ -54,9 +54,8 @@ class ShardRead:
     """
 
     def __init__(
-        self, link: HolderLink, request: ReadStep, timeout_s: float,
-        answer: ShardPlaced | None = None,
-    ) -> None:  # fmt: skip
+        self, link: HolderLink, request: ReadStep, timeout_s: float, answer: ShardPlaced | None = None
+    ) -> None:
         """Ask, and wait for nothing yet.
 
         Args:
@@ -167,9 +166,8 @@ class ShardRead:
         shard = self.manifest().shard
         chunks = tuple(ChunkRange(first, count) for first, count in runs(wanted))
         request = ReadStep(
-            job=shard.job, step=shard.step, of_attempt=shard.attempt, rank=shard.rank, chunks=chunks,
-            is_repair=True,
-        )  # fmt: skip
+            job=shard.job, step=shard.step, of_attempt=shard.attempt, rank=shard.rank, chunks=chunks, is_repair=True
+        )
         with ShardRead(self.link, request, REPAIR_TIMEOUT_S) as again:
             try:
                 again.answer()
@@ -212,8 +210,10 @@ class ShardRead:
                 raise PeerTimeout(
                     f"read of job {self._request.job!r} was not answered within {self._timeout_s:g} s: is the "
                     f"controller running? ({self.link.commands('`memstore status`')}) If it is, raise timeout_s",
-                    operation="read", waited_s=self._timeout_s, limit_s=self._timeout_s,
-                )  # fmt: skip
+                    operation="read",
+                    waited_s=self._timeout_s,
+                    limit_s=self._timeout_s,
+                )
         return answer_of(self._future)
 
     def _take_answer(self, answer: ShardPlaced) -> ShardPlaced:
@@ -269,9 +269,14 @@ class ShardRanges:
         self.link, self.job, self.timeout_s, self.attempt = link, job, timeout_s, attempt
 
     def ask(
-        self, step: int | None, rank: int, ranges: Iterable[Range] = (), chunk_bytes: int = 1, *,
+        self,
+        step: int | None,
+        rank: int,
+        ranges: Iterable[Range] = (),
+        chunk_bytes: int = 1,
+        *,
         attempt: int | None = None,
-    ) -> ShardRead:  # fmt: skip
+    ) -> ShardRead:
         """Begin to bring ranges of a shard of `chunk_bytes` here; no ranges: its manifest.
 
         `attempt` names who put the step, where several lineages have one of that number; None: the one of all reads.

@@ -77,9 +77,14 @@ def _geometry(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
     kind = torch.Tensor
     try:
         return (
-            types_of(tensors), *_shapes(tensors), list(map(_DTYPE, tensors)), list(map(_DEVICE, tensors)),
-            list(map(_REQUIRES_GRAD, tensors)), list(map(kind.is_conj, tensors)), list(map(kind.is_neg, tensors)),
-        )  # fmt: skip
+            types_of(tensors),
+            *_shapes(tensors),
+            list(map(_DTYPE, tensors)),
+            list(map(_DEVICE, tensors)),
+            list(map(_REQUIRES_GRAD, tensors)),
+            list(map(kind.is_conj, tensors)),
+            list(map(kind.is_neg, tensors)),
+        )
     except RuntimeError:
         raise Unknown from None
 
@@ -135,7 +140,16 @@ def _like(base: torch.Tensor) -> list[torch.Tensor]:
 
 def _others(base: torch.Tensor) -> list[torch.Tensor]:
     return [
-        base.t(), base.expand(1, 2, 2), base[:1], base.view(4), torch.cat((base, base), 1)[:, :2],
-        base.conj(), torch._neg_view(base), base.to(torch.complex128), base.view(torch.float32), base.to("meta"),
-        base.clone().requires_grad_(), torch.nn.Parameter(base, requires_grad=False),
-    ]  # fmt: skip
+        base.t(),
+        base.expand(1, 2, 2),
+        base[:1],
+        base.view(4),
+        torch.cat((base, base), 1)[:, :2],
+        base.conj(),
+        torch._neg_view(base),
+        base.to(torch.complex128),
+        base.view(torch.float32),
+        base.to("meta"),
+        base.clone().requires_grad_(),
+        torch.nn.Parameter(base, requires_grad=False),
+    ]

@@ -75,10 +75,18 @@ def key_of_tensor(tensor: torch.Tensor) -> Key:
     """
     try:
         return (
-            tensor.data_ptr(), tensor.shape, None if tensor.is_contiguous() else tensor.stride(), tensor.dtype,
-            tensor.device, tensor.storage_offset(), tensor.untyped_storage().nbytes(), tensor.requires_grad,
-            tensor.is_conj(), tensor.is_neg(), type(tensor),
-        )  # fmt: skip
+            tensor.data_ptr(),
+            tensor.shape,
+            None if tensor.is_contiguous() else tensor.stride(),
+            tensor.dtype,
+            tensor.device,
+            tensor.storage_offset(),
+            tensor.untyped_storage().nbytes(),
+            tensor.requires_grad,
+            tensor.is_conj(),
+            tensor.is_neg(),
+            type(tensor),
+        )
     except RuntimeError:
         return None
 

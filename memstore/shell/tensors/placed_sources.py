@@ -25,9 +25,13 @@ class PlacedSources:
     """
 
     def __init__(
-        self, offsets: Sequence[int], sizes: Sequence[int], addresses: Sequence[int | None], owners: Sequence[Any],
+        self,
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        addresses: Sequence[int | None],
+        owners: Sequence[Any],
         table: HostTable | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.offsets, self.owners = offsets, owners
         self._sizes, self._addresses, self._table = sizes, addresses, table
 
@@ -39,9 +43,11 @@ class PlacedSources:
             offsets.append(offset)
             sources.append(source)
         return cls(
-            offsets, [each.nbytes for each in sources], [each.address for each in sources],
+            offsets,
+            [each.nbytes for each in sources],
+            [each.address for each in sources],
             [each.owner for each in sources],
-        )  # fmt: skip
+        )
 
     def followed_by(self, rows: Sequence[tuple[int, int]], blobs: Sequence[bytes | bytearray]) -> PlacedSources:
         """Return these sources and behind them byte strings, at these offsets and of these sizes."""
@@ -53,9 +59,12 @@ class PlacedSources:
         if table is not None:
             table = np.concatenate((table, host_table(offsets, addresses, sizes)))
         return PlacedSources(
-            [*self.offsets, *offsets], [*self._sizes, *sizes], [*self._addresses, *addresses], [*self.owners, *blobs],
+            [*self.offsets, *offsets],
+            [*self._sizes, *sizes],
+            [*self._addresses, *addresses],
+            [*self.owners, *blobs],
             table,
-        )  # fmt: skip
+        )
 
     def __iter__(self) -> Iterator[tuple[int, TensorSource]]:
         return zip(self.offsets, map(TensorSource, self._sizes, self._addresses, self.owners), strict=True)

@@ -54,10 +54,16 @@ class EmbeddedCluster(Cluster):
     """Raylets by host id and a started store; the first host is Ray's head and carries the driver."""
 
     def __init__(
-        self, hosts: Mapping[str, Mapping[str, str]], *, cpus_per_host: int = 2, gpus_per_host: int = 0,
-        config: Config | None = None, has_store: bool = True, rig: NamespaceRig | None = None,
+        self,
+        hosts: Mapping[str, Mapping[str, str]],
+        *,
+        cpus_per_host: int = 2,
+        gpus_per_host: int = 0,
+        config: Config | None = None,
+        has_store: bool = True,
+        rig: NamespaceRig | None = None,
         ray_settings: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Prepare a cluster; `start` begins it.
 
         Args:
@@ -69,9 +75,11 @@ class EmbeddedCluster(Cluster):
         self.labels = {host: {"host": host, **labels} for host, labels in hosts.items()}
         self.cpus_per_host, self.gpus_per_host = cpus_per_host, gpus_per_host
         self.config = config or Config(
-            store=scratch_store_name("e"), arena_bytes=256 * MIB, chunk_bytes=MIB,
+            store=scratch_store_name("e"),
+            arena_bytes=256 * MIB,
+            chunk_bytes=MIB,
             interface="127.0.0.1" if rig is None else str(rig.network),
-        )  # fmt: skip
+        )
         self.has_store = has_store
         self.ray_settings = {**FAST_HEALTH, **(ray_settings or {})}
         self.nodes: dict[str, Any] = {}  # nodes of cluster_utils, or in a rig processes of `ray start`
@@ -110,19 +118,30 @@ class EmbeddedCluster(Cluster):
         if self.rig is not None:
             extra.update(node_ip_address=self.rig.root_address, env_vars={GLOO_DEVICE: self.rig.root_device})
         self.nodes[host] = self.cluster.add_node(
-            num_cpus=self.cpus_per_host, num_gpus=self.gpus_per_host, object_store_memory=OBJECT_STORE_BYTES,
-            labels=self.labels[host], **extra,
-        )  # fmt: skip
+            num_cpus=self.cpus_per_host,
+            num_gpus=self.gpus_per_host,
+            object_store_memory=OBJECT_STORE_BYTES,
+            labels=self.labels[host],
+            **extra,
+        )
 
     def _start_in_namespace(self, rig: NamespaceRig, host: str) -> subprocess.Popen[Any]:
         """Start a raylet on a host of the rig; it logs into Ray's own folder."""
         argv = [
-            sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={self.address}", "--block",
-            f"--node-ip-address={rig.address(host)}", f"--num-cpus={self.cpus_per_host}",
-            f"--num-gpus={self.gpus_per_host}", "--disable-usage-stats",
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            f"--address={self.address}",
+            "--block",
+            f"--node-ip-address={rig.address(host)}",
+            f"--num-cpus={self.cpus_per_host}",
+            f"--num-gpus={self.gpus_per_host}",
+            "--disable-usage-stats",
             f"--object-store-memory={OBJECT_STORE_BYTES}",
-            "--labels", ",".join(f"{key}={value}" for key, value in self.labels[host].items()),
-        ]  # fmt: skip
+            "--labels",
+            ",".join(f"{key}={value}" for key, value in self.labels[host].items()),
+        ]
         quiet = subprocess.DEVNULL
         # If some raylets used Ray's token authentication and others did not, the cluster would not form.
         env = {"RAY_AUTH_MODE": "disabled", **os.environ, GLOO_DEVICE: rig.device}

@@ -165,9 +165,11 @@ class NamespaceRig:
         if self._has_second:
             pid, address = self._keepers[host].pid, self.second_network[FIRST_HOST + number]
             self._ip(
-                _SWITCH, f"link add q{number} type veth peer name eth1 netns {pid}", f"link set q{number} master br1",
+                _SWITCH,
+                f"link add q{number} type veth peer name eth1 netns {pid}",
+                f"link set q{number} master br1",
                 f"link set q{number} up",
-            )  # fmt: skip
+            )
             self._ip(host, f"addr add {address}/24 dev eth1", "link set eth1 up")
 
     # -- where things are -----------------------------------------------------------------------

@@ -35,8 +35,10 @@ class Nursery:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
         self.pid = self._process.pid
         self._lock = threading.Lock()
         self._channel = mine

@@ -85,9 +85,13 @@ def run(spec: dict[str, Any]) -> None:
         folder = arena_folder(config.arena_dir, store=config.store, host=spec["host"])
         limit = arena_limit(config, folder, hosts_on_machine=spec["hosts_on_machine"])
         holder = Holder(
-            identity, config, secret=secret, arena_limit_bytes=limit.nbytes,
-            limit_words=(limit.why, limit.warning), on_fatal=lambda why: os._exit(1),
-        )  # fmt: skip
+            identity,
+            config,
+            secret=secret,
+            arena_limit_bytes=limit.nbytes,
+            limit_words=(limit.why, limit.warning),
+            on_fatal=lambda why: os._exit(1),
+        )
         info = holder.state.info
         if spec["peer_address"] is not None:  # of a proxy; peers learn it with the first session
             holder.state.info = dataclasses.replace(info, endpoints=(Endpoint(*spec["peer_address"]),))

@@ -64,10 +64,17 @@ class ProcessCluster(Cluster):
     """Holders by host id and one controller, each a process."""
 
     def __init__(
-        self, folder: Path, hosts: Mapping[str, Mapping[str, str]], *, arena_bytes: int | Literal["auto"] = 64 << 20,
-        durable_gate: Path | None = None, rig: NamespaceRig | None = None, controller_host: str = "",
-        proxied: Collection[str] = (), **config: Any,
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        hosts: Mapping[str, Mapping[str, str]],
+        *,
+        arena_bytes: int | Literal["auto"] = 64 << 20,
+        durable_gate: Path | None = None,
+        rig: NamespaceRig | None = None,
+        controller_host: str = "",
+        proxied: Collection[str] = (),
+        **config: Any,
+    ) -> None:
         """Prepare the processes; entering the context starts them.
 
         Args:
@@ -85,10 +92,11 @@ class ProcessCluster(Cluster):
         self.durable_gate = durable_gate  # durable writes wait until this file is there
         self.secret = secrets.token_bytes(32)
         fields = {
-            "chunk_bytes": 64 << 10, "detect": 2.0,
+            "chunk_bytes": 64 << 10,
+            "detect": 2.0,
             "interface": "127.0.0.1" if rig is None else str(rig.network),
             **config,
-        }  # fmt: skip
+        }
         self.config = Config(store=scratch_store_name(), arena_bytes=arena_bytes, **fields)
         self.working_folders: dict[str, Path] = {}  # host -> working folder, for holders that need files of their own
         self.labels = {host: dict(labels) for host, labels in hosts.items()}
@@ -127,9 +135,13 @@ class ProcessCluster(Cluster):
 
     def _spawn(self, role: str, on_host: str, **arguments: Any) -> StartedProcess:
         spec = {
-            "role": role, "parent": os.getpid(), "membership": str(self.folder), "secret": self.secret.hex(),
-            "config": self.config.start_fields(), **arguments,
-        }  # fmt: skip
+            "role": role,
+            "parent": os.getpid(),
+            "membership": str(self.folder),
+            "secret": self.secret.hex(),
+            "config": self.config.start_fields(),
+            **arguments,
+        }
         path = self.folder / f"{role}-{on_host if role == 'holder' else ''}.log"
         environ = self.environ.get(on_host if role == "holder" else "", {})
         if shared_nursery is not None and self.rig is None and not environ and self.niceness is None:
@@ -143,10 +155,13 @@ class ProcessCluster(Cluster):
         with path.open("ab") as log:
             process = subprocess.Popen(
                 [*self._prefix(on_host), *nice, sys.executable, "-m", "memstore.testing.clusters.process_main"],
-                stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=self.niceness is None,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=self.niceness is None,
                 env={**os.environ, **environ},
                 cwd=self.working_folders.get(on_host),
-            )  # fmt: skip
+            )
         if process.stdin is not None:
             with process.stdin as stdin:  # as an argument every user of the machine could read the secret
                 stdin.write(json.dumps(spec).encode())
@@ -279,10 +294,12 @@ class ProcessCluster(Cluster):
                 return {}
             found = {host: self.inventory(host) for host in self.holders}
             is_settled = all(
-                len(one["manifests"]) == manifests_count and not any(n.startswith(".") for n in one["manifests"])
+                len(one["manifests"]) == manifests_count
+                and not any(n.startswith(".") for n in one["manifests"])
                 and all(state == SlotState.SEALED for state, _, _ in one["slots"])
-                and {digest for _, _, digest in one["slots"]} == _named(one["manifests"]) for one in found.values()
-            )  # fmt: skip
+                and {digest for _, _, digest in one["slots"]} == _named(one["manifests"])
+                for one in found.values()
+            )
             return found if is_settled and found == {host: self.inventory(host) for host in self.holders} else {}
 
         inventory: dict[str, Any] = wait_for(settled, f"{manifests_count} manifests on every host")

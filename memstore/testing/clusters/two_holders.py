@@ -22,9 +22,13 @@ ARENA_BYTES = 8 << 20
 def two_holders(chunk_bytes: int, **fields: Any) -> Iterator[tuple[Holder, Holder]]:
     """Yield the holders of hosts a and b; remove everything of them afterwards."""
     config = Config(
-        store=scratch_store_name(), arena_bytes=ARENA_BYTES, chunk_bytes=chunk_bytes, interface="127.0.0.1",
-        scrub_bytes_per_s=0, **fields,
-    )  # fmt: skip
+        store=scratch_store_name(),
+        arena_bytes=ARENA_BYTES,
+        chunk_bytes=chunk_bytes,
+        interface="127.0.0.1",
+        scrub_bytes_per_s=0,
+        **fields,
+    )
     secret = secrets.token_bytes(32)
     holders: list[Holder] = []
     try:

@@ -93,13 +93,16 @@ def list_markers(holder: StorageUser, order: orders.ListMarkers) -> None:
         reports.MarkerRow(
             WireStep(*place[1:]),
             {rank: WireSpec.of(spec) for rank, spec in sorted(specs.items())},
-            storage.marker_keys.get(place, ""), lineage,
+            storage.marker_keys.get(place, ""),
+            lineage,
         )
         for place, (specs, lineage) in mine
         if place[1:] not in storage.damaged
-    )  # fmt: skip
+    )
     found = reports.MarkersFound(
-        markers=rows, key=holder.durable_key, damaged="; ".join(f"marker of step {step} is torn" for step in torn),
+        markers=rows,
+        key=holder.durable_key,
+        damaged="; ".join(f"marker of step {step} is torn" for step in torn),
         lacks=storage.lacks if order.check is not None else "",
-    )  # fmt: skip
+    )
     holder.report(reports.MarkersListed(job=order.job, call=order.call, found=found, problem=""))

@@ -68,10 +68,9 @@ class ControllerFleet:
         self.handle(Tick())
         for host in self.hosts:
             self.handle(HostBeat(host))
-        self._call("join", {
-            "world_size": self.world_size, "key": "launch", "launcher": "launcher",
-            "config": self.config,
-        })  # fmt: skip
+        self._call(
+            "join", {"world_size": self.world_size, "key": "launch", "launcher": "launcher", "config": self.config}
+        )
         self._call("reserve", {"attempt": 1, "slots": CHUNKS})
 
     def host_of(self, rank: int) -> str:

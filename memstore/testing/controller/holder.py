@@ -183,9 +183,13 @@ class FakeHolder:
         if rank.is_dead or not rank.loads:
             return
         word = calls.ShardLoaded(
-            job=rank.job, attempt=rank.attempt, rank=rank.rank, round=number, is_adopting=request.is_adopting,
+            job=rank.job,
+            attempt=rank.attempt,
+            rank=rank.rank,
+            round=number,
+            is_adopting=request.is_adopting,
             problem=rank.load_error,
-        )  # fmt: skip
+        )
         self.call(rank, word)
 
     def seal(self, rank: FakeRank, step: int, spec: ShardSpec) -> None:
@@ -255,10 +259,13 @@ class FakeHolder:
                     self.rooms[order.job] = order
                 self.report(
                     reports.Reserved(
-                        job=order.job, attempt=order.attempt, number=order.number, problem=why or None,
+                        job=order.job,
+                        attempt=order.attempt,
+                        number=order.number,
+                        problem=why or None,
                         is_fault=bool(why) and self.is_room_fault,
                     )
-                )  # fmt: skip
+                )
             case orders.PushCopy():
                 self._later(self, lambda: self.push(order.shard.id, order.target))
             case orders.Bring():
@@ -342,10 +349,12 @@ class FakeHolder:
         reader = self.ranks.get(order.reader) if order.use == "get" and not why else None
         self.report(
             reports.Brought(
-                read=order.read, problem=why or None, refusal=reader.into_error if reader is not None else None,
+                read=order.read,
+                problem=why or None,
+                refusal=reader.into_error if reader is not None else None,
                 bad={source: tuple(indices) for source, indices in bad.items()},
             )
-        )  # fmt: skip
+        )
 
     def _has_chunk(self, tier: str, source: str | None, shard: ShardId, spec: ShardSpec, index: int) -> bool:
         if tier == "durable":

@@ -122,9 +122,12 @@ class ControllerWorld(EventQueue):
         """Start a controller of the next term: it knows which hosts were announced, and dials them all."""
         self.term += 1
         self.machine = ControllerMachine(
-            term=self.term, now=self.now, wall_offset_s=1e9 + self.skew_s, rules=self.rules,
+            term=self.term,
+            now=self.now,
+            wall_offset_s=1e9 + self.skew_s,
+            rules=self.rules,
             expected_hosts=sorted(self.holders),
-        )  # fmt: skip
+        )
         self._sessions.clear()
         for holder in self.holders.values():
             self._dial(holder)
@@ -272,9 +275,16 @@ class ControllerWorld(EventQueue):
         self.ranks[job, rank] = process
         self.holders[name].ranks[process.nonce] = process
         body = {
-            "job": job, "rank": rank, "world_size": world_size, "nonce": process.nonce, "key": key, "pid": 1000 + rank,
-            "launcher": "launcher", "config": self.config, **more,
-        }  # fmt: skip
+            "job": job,
+            "rank": rank,
+            "world_size": world_size,
+            "nonce": process.nonce,
+            "key": key,
+            "pid": 1000 + rank,
+            "launcher": "launcher",
+            "config": self.config,
+            **more,
+        }
         self.holders[name].call(process, request_of("join", body))
         return process
 
@@ -307,9 +317,14 @@ class ControllerWorld(EventQueue):
         self.holders[rank.host_id].call(rank, request_of(verb, base, **body))
 
     def get(
-        self, ranks: Sequence[FakeRank], step: int | None = None, *, limit_s: float = 60.0, is_agreement: bool = False,
+        self,
+        ranks: Sequence[FakeRank],
+        step: int | None = None,
+        *,
+        limit_s: float = 60.0,
+        is_agreement: bool = False,
         from_job: str | None = None,
-    ) -> list[Body]:  # fmt: skip
+    ) -> list[Body]:
         """Call get() or agree_on_step() on all ranks; return their answers, or the errors as {"error": text}."""
         before = [len(r.answers.get("get", ())) + len(r.errors.get("get", ())) for r in ranks]
         for rank in ranks:

@@ -56,9 +56,13 @@ def lineage_of(attempt: int) -> Lineage:
 
 
 def write_slice(
-    tier: PartsTier, shard: ShardId, number: int, nbytes: int = 3 * CHUNK + 7, *,
+    tier: PartsTier,
+    shard: ShardId,
+    number: int,
+    nbytes: int = 3 * CHUNK + 7,
+    *,
     should_stop: Callable[[], bool] = never,
-) -> int | None:  # fmt: skip
+) -> int | None:
     """Write one slice of a part of known bytes."""
     spec, chunks = spec_of(shard, nbytes, 1), chunks_of(payload_of(shard, nbytes))
     mine = [chunks[index] for index in slice_range(spec, number)]

@@ -28,7 +28,7 @@ STEP = 7
 
 def as_ranks(
     cluster: ProcessCluster, job: str, count: int, work: Callable[[Store, int], Any], **options: Any
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """Run `work(store, rank)` on every rank of a new attempt of the job, each on a thread; `options` are connect's."""
 
     def run(rank: int) -> Any:

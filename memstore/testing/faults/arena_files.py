@@ -30,9 +30,7 @@ from memstore.shell.arena.mapping import ARENA_NAME
 from memstore.shell.arena.slot_headers import HEADER_NBYTES, RECORD_DTYPE, SLOTS_NAME, read_file_header
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.tls import Tls
-from memstore.testing.faults.processes import (
-    Process,
-)
+from memstore.testing.faults.processes import Process
 
 PROBE_S = 1.0
 
@@ -227,9 +225,15 @@ def check_silent(host: str, record: dict[str, Any], config: Config, secret: byte
     """
     with contextlib.suppress(TransportError):
         connect_tcp(
-            str(record["address"]), int(record["port"]), secret=secret, store=config.store,
-            identity=ProbeIdentity(), timeout_s=PROBE_S, host=host, tls=Tls.load(config),
-        ).close()  # fmt: skip
+            str(record["address"]),
+            int(record["port"]),
+            secret=secret,
+            store=config.store,
+            identity=ProbeIdentity(),
+            timeout_s=PROBE_S,
+            host=host,
+            tls=Tls.load(config),
+        ).close()
         raise DrillError(
             f"the holder at {record['address']}:{record['port']} still answers: the fault did not take effect"
         )

@@ -139,9 +139,11 @@ class _Flow:
             self._is_framed = False
             return
         begins = {
-            "header": 0, "body": HEADER_BYTES, "payload": HEADER_BYTES + header.body_bytes,
+            "header": 0,
+            "body": HEADER_BYTES,
+            "payload": HEADER_BYTES + header.body_bytes,
             "end": HEADER_BYTES + header.body_bytes + header.bulk_bytes,
-        }  # fmt: skip
+        }
         self._frame_left = begins["end"]
         if self._pending is not None:
             return

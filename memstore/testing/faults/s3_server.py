@@ -31,9 +31,12 @@ Kind = Literal["status", "truncate", "hang-up", "lose-reply", "wait"]
 def server_environment(port: int) -> dict[str, str]:
     """Return the environment in which S3 clients find the server; it takes any credentials."""
     return {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1",
-        "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
-    }  # fmt: skip
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+    }
 
 
 class S3Server:
@@ -48,8 +51,11 @@ class S3Server:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         deadline_s = time.monotonic() + START_S
         while not (found := _RUNNING.search(self.log.read_bytes())):
             if self.process.poll() is not None or time.monotonic() > deadline_s:

@@ -113,9 +113,18 @@ class _Puts:
 
 
 _CHANGES: tuple[Callable[[_Puts, str, str, int], None], ...] = (
-    _Puts.swap, _Puts.tie, _Puts.alias, _Puts.move, _Puts.allocate, _Puts.gather, _Puts.parameter, _Puts.empty,
-    _Puts.inner, _Puts.write, _Puts.plain,
-)  # fmt: skip
+    _Puts.swap,
+    _Puts.tie,
+    _Puts.alias,
+    _Puts.move,
+    _Puts.allocate,
+    _Puts.gather,
+    _Puts.parameter,
+    _Puts.empty,
+    _Puts.inner,
+    _Puts.write,
+    _Puts.plain,
+)
 
 
 def _stored(plan: StatePlan) -> tuple[bytes, bytes]:

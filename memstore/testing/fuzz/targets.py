@@ -208,9 +208,16 @@ def _durable_seeds() -> list[bytes]:
 
 DURABLE_SPEC = ShardSpec("ab" * 16, 3000, 1024, 3, 1)
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    "frame": frame, "body": body, "message": message, "record": record, "manifest": manifest, "layout": layout,
-    "state": state, "durable": durable, "plan": known_plans.plan,
-}  # fmt: skip
+    "frame": frame,
+    "body": body,
+    "message": message,
+    "record": record,
+    "manifest": manifest,
+    "layout": layout,
+    "state": state,
+    "durable": durable,
+    "plan": known_plans.plan,
+}
 SEEDS: dict[str, Callable[[], list[bytes]]] = {
     "frame": _frame_seeds,
     "body": lambda: [seed[1 + wire.HEADER_BYTES :] for seed in _frame_seeds()],

@@ -26,9 +26,14 @@ class RestoreCheck:
         self.scenario, self.ledger, self.story = scenario, ledger, story
 
     def judge(
-        self, attempt: int, got: Sequence[dict[str, Any]], failed: Sequence[RankFailed], began_s: float, ended_s: float,
+        self,
+        attempt: int,
+        got: Sequence[dict[str, Any]],
+        failed: Sequence[RankFailed],
+        began_s: float,
+        ended_s: float,
         place: Sequence[str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Check the replies of all ranks: one step, right bytes, in the lineage, and as new as was promised."""
         demanded = self.ledger.demanded(began_s, ended_s)
         if failed:
@@ -72,16 +77,24 @@ class RestoreCheck:
             self.story.violate("lost-step", f"{demanded} was committed and within the promise; get raised {words}")
         else:
             self.story.log(f"get failed on {len(failed)} ranks: {words}")
-        foreign = [f for f in failed if f.error in ("TypeError", "KeyError", "ValueError", "AttributeError",
-                                                    "AssertionError", "IndexError", "OSError")]  # fmt: skip
+        foreign = [
+            f
+            for f in failed
+            if f.error
+            in ("TypeError", "KeyError", "ValueError", "AttributeError", "AssertionError", "IndexError", "OSError")
+        ]
         if foreign:
             self.story.violate("foreign-error", words)
 
 
 def check_put(
-    scenario: NemesisScenario, story: Story, meter: LoadMeter, paused_s: Sequence[Sequence[float]], rank: int,
+    scenario: NemesisScenario,
+    story: Story,
+    meter: LoadMeter,
+    paused_s: Sequence[Sequence[float]],
+    rank: int,
     row: dict[str, Any],
-) -> None:  # fmt: skip
+) -> None:
     """Check that a put did not raise, and blocked no longer than its budget and what the machine overslept."""
     story.add("puts")
     step, stall_s, began_s, ended_s = row["step"], row["stall_s"], row["began_s"], row["ended_s"]
@@ -115,9 +128,10 @@ def check_read(rows: Sequence[dict[str, Any]], story: Story, where: str) -> None
         story.add("bytes_compared", int(row["nbytes"]))
         if row["problem"]:
             story.violate(
-                "wrong-bytes", f"reader on {where}: rank {row['rank']} step {row['step']} of attempt {row['attempt']}: "
+                "wrong-bytes",
+                f"reader on {where}: rank {row['rank']} step {row['step']} of attempt {row['attempt']}: "
                 f"{row['problem']}",
-            )  # fmt: skip
+            )
 
 
 def wait_limit_s(limit_s: float, meter: LoadMeter, since_s: float) -> float:

@@ -57,9 +57,15 @@ class FaultBase:
     """The parts of a round that faults use, the choice of a victim, and the limit on memory that may go."""
 
     def __init__(
-        self, scenario: NemesisScenario, hosts: Hosts, job: NemesisJob, ledger: Ledger, story: Story,
-        reading: NemesisReading, storage: NemesisStorage,
-    ) -> None:  # fmt: skip
+        self,
+        scenario: NemesisScenario,
+        hosts: Hosts,
+        job: NemesisJob,
+        ledger: Ledger,
+        story: Story,
+        reading: NemesisReading,
+        storage: NemesisStorage,
+    ) -> None:
         self.scenario, self.hosts, self.job = scenario, hosts, job
         self.ledger, self.story, self.reading, self.storage = ledger, story, reading, storage
         self.undo: list[tuple[float, int, Iterator[str]]] = []
@@ -104,8 +110,9 @@ class FaultBase:
             since_s = self.ledger.commits[newest].safe_since_s
             open_rot = {h.domain for h in self.ledger.harms if h.kind.startswith("rot") and not h.is_repaired}
             floor_s = self.reading.observer.complete_s if since_s is None else since_s
-            damaged = {h.domain for h in self.ledger.harms
-                    if h.at_s >= floor_s or (h.kind == "away" and h.until_s is None)}  # fmt: skip
+            damaged = {
+                h.domain for h in self.ledger.harms if h.at_s >= floor_s or (h.kind == "away" and h.until_s is None)
+            }
         damaged |= open_rot | {self.hosts.domain[host]}
         return host if len(damaged) < self.scenario.replicas else ""
 

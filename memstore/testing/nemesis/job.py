@@ -226,9 +226,15 @@ class NemesisJob(threading.Thread):
         config = {**asdict(self.hosts.cluster.config), **self.scenario.job_fields, "connect_timeout_s": CONNECT_S}
         key = f"launch-{self.lives_count}" if self.scenario.has_key else None
         replies = self._all(
-            "connect", REPLY_S, job=JOB, world_size=self.scenario.world_size, config=config, seed=self.scenario.seed,
-            nbytes=self.scenario.kib << 10, attempt=key,
-        )  # fmt: skip
+            "connect",
+            REPLY_S,
+            job=JOB,
+            world_size=self.scenario.world_size,
+            config=config,
+            seed=self.scenario.seed,
+            nbytes=self.scenario.kib << 10,
+            attempt=key,
+        )
         failed = [reply for reply in replies if isinstance(reply, RankFailed)]
         if failed:
             raise JobEnded(f"connect failed: {failed[0]}")

@@ -143,11 +143,12 @@ class Ledger:
         since_s = commit.safe_since_s
         put_s = self.put_s.get(commit.step, 0.0)
         lost = {
-            h.domain for h in self.harms
+            h.domain
+            for h in self.harms
             if (h.kind == "lost" and h.at_s >= (since_s if since_s is not None else put_s))
             or (h.kind == "rot-file" and h.at_s >= put_s)
             or (h.kind == "rot" and not h.is_repaired)
-        }  # fmt: skip
+        }
         gone_now = {h.domain for h in self.harms if h.kind == "away" and _overlaps(h, from_s, to_s)}
         if not lost | gone_now:
             return ""

@@ -34,9 +34,12 @@ class LoadMeter:
     def __enter__(self) -> LoadMeter:
         self._rows: deque[tuple[float, float]] = deque(maxlen=KEPT)
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-c", _PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
             start_new_session=True,
-        )  # fmt: skip
+        )
         assert self._process.stdout is not None
         self._process.stdout.readline()  # it prints a line as soon as it runs
         self._thread = threading.Thread(target=self._read, name="nemesis-load", daemon=True)

@@ -31,9 +31,13 @@ class RayHosts(Hosts):
         self, scenario: NemesisScenario, ledger: Ledger, story: Story, arena_dir: Path, arena_bytes: int
     ) -> None:
         config = Config(
-            store=scratch_store_name("n"), arena_bytes=arena_bytes, arena_dir=str(arena_dir),
-            chunk_bytes=CHUNK_BYTES, interface="127.0.0.1", **scenario.store_fields,
-        )  # fmt: skip
+            store=scratch_store_name("n"),
+            arena_bytes=arena_bytes,
+            arena_dir=str(arena_dir),
+            chunk_bytes=CHUNK_BYTES,
+            interface="127.0.0.1",
+            **scenario.store_fields,
+        )
         self.ray = EmbeddedCluster(scenario.hosts, cpus_per_host=1, config=config)
         super().__init__(cast(Any, self.ray), ledger, story, scenario.domains())
         self.labels = dict(self.ray.labels)

@@ -67,8 +67,15 @@ class NemesisReading:
         rank = self.nursery.start(0, {"MEMSTORE_HOST": host, "RAY_ADDRESS": ""})
         config = {**asdict(self.hosts.cluster.config), **self.scenario.job_fields}
         try:
-            rank.begin("read", job=self.job, config=config, seed=self.scenario.seed, nbytes=self.scenario.kib << 10,
-                       ranks=ranks, step=step)  # fmt: skip
+            rank.begin(
+                "read",
+                job=self.job,
+                config=config,
+                seed=self.scenario.seed,
+                nbytes=self.scenario.kib << 10,
+                ranks=ranks,
+                step=step,
+            )
             rows: list[dict[str, Any]] = rank.finish(REPLY_S)["rows"]
         except RankFailed as failed:
             rows = [{"rank": ranks[0], "error": str(failed)}]

@@ -21,9 +21,16 @@ class RecordPart:
         self.body: dict[str, Any] = {
             "commit": source_commit() or "unknown",
             "date": datetime.datetime.now(tz=datetime.timezone.utc).isoformat(timespec="seconds"),
-            "seed": seed, "rounds": 0, "clean_rounds": 0, "seconds": 0.0, "seconds_clean": 0.0, "shapes": {},
-            "faults": {}, "counts": {}, "violations": [],
-        }  # fmt: skip
+            "seed": seed,
+            "rounds": 0,
+            "clean_rounds": 0,
+            "seconds": 0.0,
+            "seconds_clean": 0.0,
+            "shapes": {},
+            "faults": {},
+            "counts": {},
+            "violations": [],
+        }
 
     def add(self, scenario: NemesisScenario, story: Story, seconds: float, load: float) -> None:
         """Add a round."""
@@ -72,7 +79,8 @@ def append(path: Path, part: RecordPart) -> dict[str, Any]:
         "hours": round(sum(known["seconds"] for known in parts) / 3600, 3),
         "hours_clean": round(sum(known["seconds_clean"] for known in parts) / 3600, 3),
         "violations": sum(len(known["violations"]) for known in parts),
-        "faults": dict(sorted(faults.items())), "counts": dict(sorted(counts.items())),
-    }  # fmt: skip
+        "faults": dict(sorted(faults.items())),
+        "counts": dict(sorted(counts.items())),
+    }
     write_parts(path, parts, total=total)
     return total

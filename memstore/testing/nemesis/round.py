@@ -96,9 +96,13 @@ class NemesisRound:
     def _processes(self) -> ProcessCluster:
         scenario = self.scenario
         return ProcessCluster(
-            self.folder / "cluster", scenario.hosts, arena_bytes=ARENA_BYTES, arena_dir=str(self.arena_dir),
-            proxied=list(scenario.hosts) if scenario.has_proxies else (), **scenario.store_fields,
-        )  # fmt: skip
+            self.folder / "cluster",
+            scenario.hosts,
+            arena_bytes=ARENA_BYTES,
+            arena_dir=str(self.arena_dir),
+            proxied=list(scenario.hosts) if scenario.has_proxies else (),
+            **scenario.store_fields,
+        )
 
     # -- phases -------------------------------------------------------------------------------
 

@@ -13,9 +13,15 @@ from typing import Any
 from memstore.testing.faults.catalogue import Fault, weights
 
 KILLS = (
-    "kill-holder", "freeze-holder", "kill-controller", "second-controller", "kill-rank", "freeze-rank", "read",
+    "kill-holder",
+    "freeze-holder",
+    "kill-controller",
+    "second-controller",
+    "kill-rank",
+    "freeze-rank",
+    "read",
     "ask-cli",
-)  # fmt: skip
+)
 OF_LINKS = ("partition", "one-way", "slow-link", "flip-in-transit", "reset-in-transit")
 COMPOSED = ("folder_then_train", "days_then_restart", "rack_then_host", "clock_back", "live_folder", "memory_lost")
 COMPOSED_SHARE = 0.45
@@ -92,15 +98,26 @@ def draw(seed: int, *, shape: str = "", is_short: bool = False) -> NemesisScenar
     job_ttl_s = rng.uniform(13.0, 16.0) if is_short_lived else 86_400.0  # a holder notes the time every 10 s
     is_tight = shape == "rack_then_host"  # little memory, and a launcher that notices late
     replay = NemesisScenario(
-        seed=seed, shape=shape, hosts=hosts, replicas=replicas, keep_steps=1 if is_tight else rng.choice((1, 1, 2, 3)),
-        world_size=world_size, kib=rng.choice((64, 128, 320, 512)),
-        has_key=rng.random() < 0.3, step_s=rng.choice((0.05, 0.1, 0.2)), stall_budget_s=rng.choice((1.0, 2.0, 5.0)),
-        notice_s=rng.choice((1.5, 4.0) if is_tight else (0.0, 0.3, 1.5)), restart_delay_s=rng.choice((0.0, 0.5, 2.0)),
-        shuffle_share=rng.choice((0.0, 0.5)), leaves_hosts_without_ranks=rng.random() < 0.3,
-        has_proxies=shape == "random" and rng.random() < 0.4, storage=storage,
-        job_ttl_s=job_ttl_s, faults=(),
+        seed=seed,
+        shape=shape,
+        hosts=hosts,
+        replicas=replicas,
+        keep_steps=1 if is_tight else rng.choice((1, 1, 2, 3)),
+        world_size=world_size,
+        kib=rng.choice((64, 128, 320, 512)),
+        has_key=rng.random() < 0.3,
+        step_s=rng.choice((0.05, 0.1, 0.2)),
+        stall_budget_s=rng.choice((1.0, 2.0, 5.0)),
+        notice_s=rng.choice((1.5, 4.0) if is_tight else (0.0, 0.3, 1.5)),
+        restart_delay_s=rng.choice((0.0, 0.5, 2.0)),
+        shuffle_share=rng.choice((0.0, 0.5)),
+        leaves_hosts_without_ranks=rng.random() < 0.3,
+        has_proxies=shape == "random" and rng.random() < 0.4,
+        storage=storage,
+        job_ttl_s=job_ttl_s,
+        faults=(),
         ending=rng.choice(("running", "running", "dead", "closed")),
-    )  # fmt: skip
+    )
     if shape in ("random", "kills", "ray"):
         faults = _random_faults(rng, replay, 6.0 if is_short else rng.uniform(15.0, 35.0))
     else:
@@ -115,13 +132,13 @@ def without(scenario: NemesisScenario, kinds: Collection[str]) -> NemesisScenari
 
 
 def _with(scenario: NemesisScenario, faults: list[Fault], ending: str) -> NemesisScenario:
-    fields = {
-        "recovery_grace_s": 10.0, "detect": 3.0,
-    }  # fmt: skip
+    fields = {"recovery_grace_s": 10.0, "detect": 3.0}
     job_fields = {
-        "replicas": scenario.replicas, "keep_steps": scenario.keep_steps, "stall_budget_s": scenario.stall_budget_s,
+        "replicas": scenario.replicas,
+        "keep_steps": scenario.keep_steps,
+        "stall_budget_s": scenario.stall_budget_s,
         "job_ttl_s": scenario.job_ttl_s,
-    }  # fmt: skip
+    }
     return replace(scenario, faults=tuple(sorted(faults)), ending=ending, store_fields=fields, job_fields=job_fields)
 
 

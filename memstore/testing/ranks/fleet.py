@@ -15,9 +15,15 @@ class Fleet:
     """The launches of one job; `job_fields` are fields of Config, such as replicas."""
 
     def __init__(
-        self, cluster: ProcessCluster, nursery: RankNursery, *, job: str = "train", seed: int = 1, kib: int = 256,
+        self,
+        cluster: ProcessCluster,
+        nursery: RankNursery,
+        *,
+        job: str = "train",
+        seed: int = 1,
+        kib: int = 256,
         **job_fields: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.cluster, self.nursery, self.job, self.seed, self.kib = cluster, nursery, job, seed, kib
         self.config = {**asdict(cluster.config), "connect_timeout_s": 20.0, **job_fields}
 
@@ -40,9 +46,14 @@ class Fleet:
     def connect_command(self, rank: int, world_size: int, **options: Any) -> dict[str, Any]:
         """Return the connect command of one rank."""
         return {
-            "job": self.job, "rank": rank, "world_size": world_size, "config": self.config, "seed": self.seed,
-            "nbytes": self.kib * 512, **options,
-        }  # fmt: skip
+            "job": self.job,
+            "rank": rank,
+            "world_size": world_size,
+            "config": self.config,
+            "seed": self.seed,
+            "nbytes": self.kib * 512,
+            **options,
+        }
 
     def launch(self, hosts: Sequence[str], **options: Any) -> list[RankProcess]:
         """Start and connect one rank per entry of `hosts`."""

@@ -69,9 +69,19 @@ def compared(got: Any, state: Any, job: str, rank: int, seed: int, nbytes: int) 
     equal, differences = compare(state, fresh)
     whole, _ = compare(fresh, fresh)
     return Restored(
-        rank, got.step, got.source, got.source_reason, whole, equal, tuple(differences), got.ranks_moved,
-        dict(got.bytes_by_tier), dict(got.seconds_by_phase), attempt=got.attempt, steps_lost=got.steps_lost,
-    )  # fmt: skip
+        rank,
+        got.step,
+        got.source,
+        got.source_reason,
+        whole,
+        equal,
+        tuple(differences),
+        got.ranks_moved,
+        dict(got.bytes_by_tier),
+        dict(got.seconds_by_phase),
+        attempt=got.attempt,
+        steps_lost=got.steps_lost,
+    )
 
 
 def disagreements(replies: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
@@ -252,9 +262,13 @@ class RankProgram:
         """Return the ticket of a step as it is now."""
         ticket = self.tickets[step]
         return {
-            "step": ticket.step, "level": ticket.level, "degraded": ticket.degraded, "reason": ticket.reason,
-            "stall_s": ticket.stall_s, "nbytes": ticket.nbytes,
-        }  # fmt: skip
+            "step": ticket.step,
+            "level": ticket.level,
+            "degraded": ticket.degraded,
+            "reason": ticket.reason,
+            "stall_s": ticket.stall_s,
+            "nbytes": ticket.nbytes,
+        }
 
     def do_levels(self) -> dict[str, Any]:
         """Return the tickets that have changed since the last call."""

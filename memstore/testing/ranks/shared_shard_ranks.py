@@ -43,8 +43,9 @@ class SharedShardProcess(RankProgram):
         own = got.rank_state
         return {
             **self.compared(got, self.shard).reply(),
-            "own": None if own is None else own["rank"], "noise": None if own is None else float(own["noise"][-1]),
-        }  # fmt: skip
+            "own": None if own is None else own["rank"],
+            "noise": None if own is None else float(own["noise"][-1]),
+        }
 
 
 if __name__ == "__main__":

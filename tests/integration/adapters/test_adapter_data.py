@@ -50,9 +50,8 @@ def endless(data: Any) -> Iterator[Any]:
 
 
 def train(
-    config: Config, loader: Callable[[int, int], Any], rank: int, world_size: int, launch: str, last: int,
-    **shard: int,
-) -> tuple[int, Trained]:  # fmt: skip
+    config: Config, loader: Callable[[int, int], Any], rank: int, world_size: int, launch: str, last: int, **shard: int
+) -> tuple[int, Trained]:
     """Train to a step as one launch's rank, and run ahead of it in the data; return the first step and all samples."""
     data, trained, weights = loader(rank, world_size), {}, torch.zeros(8)
     batches = endless(data)

@@ -73,8 +73,9 @@ def test_what_fsdp2_shards_goes_on_after_sigkill(config: Config, tmp_path: Path)
     resumed = dict(re.findall(r"^broken (rank \d step \d): (.*)$", after, re.MULTILINE))
     [first] = set(re.findall(r"^broken restored (\d)$", after, re.MULTILINE))
     assert int(first) in (3, 4)
-    assert resumed == {f"rank {rank} step {n}": whole[f"rank {rank} step {n}"]
-                       for rank in (0, 1) for n in range(int(first) + 1, 8)}  # fmt: skip
+    assert resumed == {
+        f"rank {rank} step {n}": whole[f"rank {rank} step {n}"] for rank in (0, 1) for n in range(int(first) + 1, 8)
+    }
 
 
 def test_a_folder_goes_with_an_error_and_what_a_dead_process_left_is_replaced(

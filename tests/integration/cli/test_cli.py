@@ -210,8 +210,9 @@ def test_status_as_json_has_what_the_screen_says(store: ProcessCluster) -> None:
     assert [host["host"] for host in body["hosts"]] == ["h1", "h2", "h3"]
     (job,) = body["jobs"]
     assert job["survives"] == [
-        {"level": "rack", "tolerated": 1, "fatal": []}, {"level": "host", "tolerated": 1, "fatal": []},
-    ]  # fmt: skip
+        {"level": "rack", "tolerated": 1, "fatal": []},
+        {"level": "host", "tolerated": 1, "fatal": []},
+    ]
     assert (job["committed_step"], job["copies"], job["missing_copies"]) == (STEPS - 1, 2, 0)
     assert [row["kind"] for row in body["problems"] if row["kind"] != "training_quiet"] == ["durable_off"]
 
@@ -222,8 +223,10 @@ def test_metrics_prints_where_the_gauges_stand(store: ProcessCluster) -> None:
     wait_for(lambda: all(stats().values()) and stats()["h1"]["used_bytes"], "heartbeats after the puts")
     screen = run(store, "metrics").stdout
     assert cells(screen, "ray_memstore_committed_step") == [
-        "ray_memstore_committed_step", "job_name=llama3-8b", str(STEPS - 1)
-    ]  # fmt: skip
+        "ray_memstore_committed_step",
+        "job_name=llama3-8b",
+        str(STEPS - 1),
+    ]
     rows = json.loads(run(store, "metrics", "--json").stdout)
     used = {row["tags"]["host"]: row["value"] for row in rows if row["metric"] == "ray_memstore_arena_used_bytes"}
     assert set(used) == set(HOSTS)

@@ -69,8 +69,9 @@ def test_hosts_drained_one_after_another_never_end_with_no_copy_and_exit_code_0(
         status = cluster.status()
         assert all("0 of 2 copies elsewhere !" in state_text(row) for row in cluster.ask(AskStatus()).hosts)
         assert [row["severity"] for row in status["problems"] if "0 of 2 copies elsewhere" in row["cause"]] == [
-            "degraded", "degraded",
-        ]  # fmt: skip
+            "degraded",
+            "degraded",
+        ]
         cluster.lose_host("h0")
         wait_for(lambda: cluster.host_status()["h0"] == "dead", "the death of h0")
         assert run(cluster, "drain", "h1", "--within", "600", code=4)[0]["short"][0]["copies"] == 0
@@ -118,9 +119,16 @@ def test_the_state_of_a_host_says_what_is_left_to_copy_before_it_can_go() -> Non
     """A dead host is dead, notice or not; a live one that is to go is not "ok"."""
     short = ShortStep(job="train", step=9, shards=3, copies=1, replicas=2, may_come=True, durable_problem="")
     host = replace(
-        blank(HostRow), status="live", drains_s=20.0, drain_left=3, pushes=2, status_s=5.0, why="silent",
-        drain_may_come=True, drain_short=[short],
-    )  # fmt: skip
+        blank(HostRow),
+        status="live",
+        drains_s=20.0,
+        drain_left=3,
+        pushes=2,
+        status_s=5.0,
+        why="silent",
+        drain_may_come=True,
+        drain_short=[short],
+    )
     assert state_text(host) == "draining: 3 shards to copy"
     assert state_text(replace(host, drain_may_come=False)) == "draining: train step 9: 1 of 2 copies elsewhere !"
     assert state_text(replace(host, status="dead")).endswith(": silent !")

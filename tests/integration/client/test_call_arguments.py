@@ -147,9 +147,12 @@ def test_such_times_are_those_of_a_call_of_all_ranks(new: tuple[Store, Reader]) 
 def test_numbers_of_a_config_are_plain_ones() -> None:
     """A message of connect() carries them; what is counted is whole."""
     config = Config(
-        replicas=np.int64(2), connect_timeout_s=np.float32(2), stall_budget_s=np.float64(1), scrub_bytes_per_s=1e9,
+        replicas=np.int64(2),
+        connect_timeout_s=np.float32(2),
+        stall_budget_s=np.float64(1),
+        scrub_bytes_per_s=1e9,
         keep_steps=2.0,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # type: ignore[arg-type]
     plain = (config.replicas, config.connect_timeout_s, config.stall_budget_s, config.scrub_bytes_per_s)
     assert [type(value) for value in (*plain, config.keep_steps)] == [int, float, float, int, int]
     assert (*plain, config.keep_steps) == (2, 2.0, 1.0, 10**9, 2)

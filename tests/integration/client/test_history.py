@@ -86,8 +86,10 @@ def test_three_kept_steps_a_rewind_to_the_oldest_and_a_restart(tmp_path: Path, n
         assert (got_again["step"], got_again["attempt"]) == (4, 2)
         shown = CliRunner().invoke(main, ["ls", "train", "--store", cluster.config.store]).stdout
         assert [line.split()[:3] for line in shown.splitlines() if line.startswith("*-")] == [
-            ["*-", "attempt", "3"], ["*-", "attempt", "2"], ["*-", "attempt", "1"],
-        ]  # fmt: skip
+            ["*-", "attempt", "3"],
+            ["*-", "attempt", "2"],
+            ["*-", "attempt", "1"],
+        ]
         assert "attempt 2 from step 2 of attempt 1" in shown
 
 

@@ -265,8 +265,12 @@ def test_a_rank_whose_handler_raises_again_and_again_goes_on(tmp_path: Path) -> 
     with ProcessCluster(tmp_path, {"h1": {}, "h2": {}}, arena_bytes=128 << 20, keep_steps=2) as cluster:
         fields = {"store": cluster.config.store, "connect_timeout_s": WAIT_S, "stall_budget_s": 20.0, "keep_steps": 2}
         done = subprocess.run(
-            [sys.executable, "-c", program, json.dumps(fields), "1"], env=cluster.env("h1"), capture_output=True,
-            text=True, timeout=2 * WAIT_S, check=False,
-        )  # fmt: skip
+            [sys.executable, "-c", program, json.dumps(fields), "1"],
+            env=cluster.env("h1"),
+            capture_output=True,
+            text=True,
+            timeout=2 * WAIT_S,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr[-4000:]
         assert json.loads(done.stdout) == [400, [], True, [], True]

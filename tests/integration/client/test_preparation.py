@@ -221,9 +221,11 @@ def test_a_get_claims_no_room(cluster: ProcessCluster) -> None:
         with ranks(cluster, 1, "passing"):
             pass  # as a process ends, what no job has reserved is given back
         wait_for(
-            lambda: claimed_bytes(cluster, "h1") >= 3 * 64 * CHUNK, "growth for the reader's puts", WAIT_S,
+            lambda: claimed_bytes(cluster, "h1") >= 3 * 64 * CHUNK,
+            "growth for the reader's puts",
+            WAIT_S,
             seen=lambda: cluster.status()["hosts"],
-        )  # fmt: skip
+        )
         with ranks(cluster, 1, "other") as (other,):
             assert other.put(1, state_of(128 * CHUNK)).wait("committed", WAIT_S).level == "committed"
 

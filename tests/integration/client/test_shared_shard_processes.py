@@ -34,9 +34,11 @@ def shared_shard_nursery() -> Iterator[RankNursery]:
 
 def four_hosts(folder: Path) -> ProcessCluster:
     return ProcessCluster(
-        folder, {host: {"rack": f"r{host}"} for host in HOSTS}, arena_bytes=96 << 20,
+        folder,
+        {host: {"rack": f"r{host}"} for host in HOSTS},
+        arena_bytes=96 << 20,
         repair_bytes_per_s=REPAIR_BYTES_PER_S,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")

@@ -40,9 +40,11 @@ class Rank:
         self.durable.mkdir(parents=True)
         (folder / "said").touch()
         config = {
-            "store": cluster.config.store, "arena_dir": cluster.config.arena_dir, "durable": str(self.durable),
+            "store": cluster.config.store,
+            "arena_dir": cluster.config.arena_dir,
+            "durable": str(self.durable),
             "persist_on_sigterm_s": limit_s,
-        }  # fmt: skip
+        }
         wish = {"way": way, "job": self.job, "folder": str(folder), "config": config}
         self.pid = int(self._order(json.dumps(wish)))
         wait_for(lambda: self.words()[:1] == ["ready"], f"ready in {folder}", ENDS_S)
@@ -86,8 +88,11 @@ def program() -> Iterator[subprocess.Popen[str]]:
     """The process that forks ranks."""
     with subprocess.Popen(
         [sys.executable, str(PROGRAM)],
-        env={**os.environ, "MEMSTORE_HOST": "h0"}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
+        env={**os.environ, "MEMSTORE_HOST": "h0"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
         yield process
         assert process.stdin is not None
         process.stdin.close()

@@ -181,9 +181,7 @@ def test_tls_is_on_for_what_ray_takes_for_on(
 
 def test_commands_name_the_silent_ray(silent: str, tmp_path: Path) -> None:
     where = ["--store", scratch_store_name(), "--arena-dir", str(tmp_path)]
-    for typed, limit_s in (
-        (["up", "--timeout-s", "3"], 3.0), (["down"], 5.0), (["status", "--address", silent], 5.0),
-    ):  # fmt: skip
+    for typed, limit_s in ((["up", "--timeout-s", "3"], 3.0), (["down"], 5.0), (["status", "--address", silent], 5.0)):
         result = CliRunner().invoke(main, [*typed, *where])
         assert result.exit_code == 1
         said = " ".join(result.stderr.split())
@@ -242,9 +240,13 @@ def test_a_rank_outside_of_ray_starts_the_store_through_a_child(shared_cluster: 
     env["RAY_ADDRESS"] = shared_cluster.address
     mistyped = Config(store=f"{name}x")
     run = subprocess.run(
-        [sys.executable, "-c", code.replace(name, mistyped.store)], env=env, capture_output=True, text=True,
-        timeout=120, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", code.replace(name, mistyped.store)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr
     for each in (mistyped, config):
         memstore.stop(config=each, keep_data=False, force=True)

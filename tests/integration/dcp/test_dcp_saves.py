@@ -313,8 +313,10 @@ def test_a_lease_ends_with_its_time_and_with_its_process(reader: Reader, site: S
     config = cluster.config
     with subprocess.Popen(
         [sys.executable, "-c", program, site.fleet.job, config.store, config.arena_dir],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "MEMSTORE_HOST": "h1"},
-    ) as process:  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "MEMSTORE_HOST": "h1"},
+    ) as process:
         assert process.stdout is not None
         assert int(process.stdout.readline()) == step
         train()

@@ -100,9 +100,14 @@ def test_a_step_of_shards_is_refused_and_says_how_to_read_it(cluster: ProcessClu
 
 @pytest.mark.parametrize(
     ("shape", "placements"),
-    [((1,), [Shard(0)]), ((2,), [Shard(0)]), ((4,), [Shard(1)]), ((2, 2), [Shard(0), Shard(1)]),
-     ((2, 2), [Replicate(), Shard(0)])],
-)  # fmt: skip
+    [
+        ((1,), [Shard(0)]),
+        ((2,), [Shard(0)]),
+        ((4,), [Shard(1)]),
+        ((2, 2), [Shard(0), Shard(1)]),
+        ((2, 2), [Replicate(), Shard(0)]),
+    ],
+)
 def test_dtensors_become_one_global_tensor_that_stock_dcp_loads(
     cluster: ProcessCluster, tmp_path: Path, shape: tuple[int, ...], placements: list[Any]
 ) -> None:
@@ -141,8 +146,16 @@ def test_what_ranks_share_stands_once_and_what_differs_once_per_rank(cluster: Pr
     assert note["per_rank"] == ["rank00001.early.rng", "rank00001.early.zero"]
     names = dcp.FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata
     assert set(names) == {
-        *note["per_rank"], "early.rng", "early.zero", "early.nan", "shared", "list.0", "list.1.t", "only0", "only1"
-    }  # fmt: skip
+        *note["per_rank"],
+        "early.rng",
+        "early.zero",
+        "early.nan",
+        "shared",
+        "list.0",
+        "list.1.t",
+        "only0",
+        "only1",
+    }
     got: dict[str, Any] = {"shared": torch.zeros(40_000), "rank00001": {"early": {"rng": torch.zeros(40_000)}}}
     got |= {"list": [0, {"t": torch.zeros(3)}]}
     dcp.load(got, checkpoint_id=tmp_path / "out", no_dist=True)
@@ -183,8 +196,9 @@ def test_a_step_saved_through_dcp_becomes_a_stock_dcp_directory(
 
     state: dict[str, Any] = {
         "model": {name: torch.zeros_like(t) for name, t in full.items()},
-        "odd": {name: torch.zeros_like(t.contiguous()) for name, t in plain.items()}, "step": 0,
-    }  # fmt: skip
+        "odd": {name: torch.zeros_like(t.contiguous()) for name, t in plain.items()},
+        "step": 0,
+    }
     dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
     assert state["step"] == 7
     for name, tensor in [*full.items(), *plain.items()]:

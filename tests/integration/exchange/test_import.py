@@ -77,9 +77,12 @@ def test_a_removed_job_is_imported_again(cluster: ProcessCluster, tmp_path: Path
     run(cluster, "rm", "once-more", "--yes")
     run(cluster, "import", "once-more", str(tmp_path / "out"))
     assert reader_steps(cluster, "once-more") == [7]
-    assert "exists" in CliRunner().invoke(
-        main, ["import", "once-more", str(tmp_path / "out"), "--store", cluster.config.store]
-    ).stderr  # fmt: skip
+    assert (
+        "exists"
+        in CliRunner()
+        .invoke(main, ["import", "once-more", str(tmp_path / "out"), "--store", cluster.config.store])
+        .stderr
+    )
 
 
 def test_a_removed_job_of_durable_steps_exists_where_they_are(cluster: ProcessCluster, tmp_path: Path) -> None:

@@ -35,9 +35,13 @@ def test_a_rank_killed_in_mid_copy_loses_only_its_own_step(tmp_path: Path, nurse
 
 @pytest.mark.parametrize(
     ("victims", "has_ranks"),
-    [("holder", True), ("holder and controller", True), ("holder and controller", False),
-     *(pytest.param(*row, marks=pytest.mark.long) for row in LATER)],
-)  # fmt: skip
+    [
+        ("holder", True),
+        ("holder and controller", True),
+        ("holder and controller", False),
+        *(pytest.param(*row, marks=pytest.mark.long) for row in LATER),
+    ],
+)
 def test_committed_steps_survive_a_kill(tmp_path: Path, nursery: RankNursery, victims: str, has_ranks: bool) -> None:
     """SIGKILL of a holder, the controller or both, with the ranks or under them: then nothing raises, commits go on."""
     with ProcessCluster(tmp_path, TWO_RACKS) as cluster:

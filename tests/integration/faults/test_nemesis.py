@@ -287,10 +287,21 @@ def test_a_long_story_keeps_its_beginning_and_what_is_around_the_violation() -> 
 def play(tmp_path: Path, *options: str, timeout_s: float = 110.0) -> tuple[int, str, dict[str, Any]]:
     """Run the command; return its exit code, what it printed, and its record."""
     done = subprocess.run(
-        [sys.executable, "-m", "memstore.testing.nemesis", "--folder", os.path.relpath(tmp_path / "report", ROOT),
-         "--out", str(tmp_path / "record.json"), *options],
-        cwd=ROOT, capture_output=True, text=True, timeout=timeout_s,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "memstore.testing.nemesis",
+            "--folder",
+            os.path.relpath(tmp_path / "report", ROOT),
+            "--out",
+            str(tmp_path / "record.json"),
+            *options,
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
     return done.returncode, done.stdout + done.stderr, json.loads((tmp_path / "record.json").read_text())
 
 

@@ -32,14 +32,7 @@ def cluster(rig: NamespaceRig, tmp_path: Path) -> Iterator[ProcessCluster]:
     """A store on both hosts, whose holders listen on both networks; the controller is dialled on the first."""
     labels = {host: {"rack": f"r{host}"} for host in HOSTS}
     networks = (str(rig.network), str(rig.second_network))
-    made = ProcessCluster(
-        tmp_path,
-        labels,
-        rig=rig,
-        controller_host="head",
-        interface=networks,
-        arena_bytes=256 << 20,
-    )
+    made = ProcessCluster(tmp_path, labels, rig=rig, controller_host="head", interface=networks, arena_bytes=256 << 20)
     with made as cluster:
         yield cluster
     for host in HOSTS:

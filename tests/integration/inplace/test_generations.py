@@ -29,9 +29,11 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process
 
 def enter(run: str, number: int) -> None:
     """Be the only rank of a generation."""
-    in_place = InPlace(
-        generation=number, losses=(), detect_s=None, abort_s=None, replace_s=None, meet_s=0.0, build_s=0.0
-    ) if number else None  # fmt: skip
+    in_place = (
+        InPlace(generation=number, losses=(), detect_s=None, abort_s=None, replace_s=None, meet_s=0.0, build_s=0.0)
+        if number
+        else None
+    )
     give_launch(
         Launch(0, 1, generation_key(run, number), f"launcher-{run}", IN_PLACE, in_place, may_be_loss=may_be_loss)
     )

@@ -210,9 +210,13 @@ print(json.dumps(opened))
 def opened_by_a_stranger(paths: list[Path]) -> list[str]:
     """Let a process of user 65534 open, list and connect to each path; return those where it could."""
     done = subprocess.run(
-        [sys.executable, "-c", STRANGER], input=json.dumps([str(path) for path in paths]), capture_output=True,
-        text=True, timeout=120, check=True,
-    )  # fmt: skip
+        [sys.executable, "-c", STRANGER],
+        input=json.dumps([str(path) for path in paths]),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     found: list[str] = json.loads(done.stdout)
     return found
 

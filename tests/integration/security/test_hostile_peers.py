@@ -373,17 +373,41 @@ def test_endless_offers_are_bounded(trained: Trained) -> None:
 # -- ranks: the same user, but not always the same sanity ------------------------------------------------
 
 HELLO = {
-    "k": "rank_hello", "nonce": "n", "life": 1, "pid": 1, "job": "other", "rank": 0, "attempt": 0, "held": [],
+    "k": "rank_hello",
+    "nonce": "n",
+    "life": 1,
+    "pid": 1,
+    "job": "other",
+    "rank": 0,
+    "attempt": 0,
+    "held": [],
     "arena": "",
-}  # fmt: skip
+}
 HELLOS: list[dict[str, Any]] = [
-    {}, {"k": "rank_hello"}, {**HELLO, "held": [-1, 2**63]}, {**HELLO, "held": 5}, {**HELLO, "rank": "x"},
-    {**HELLO, "attempt": float("nan")}, {**HELLO, "nonce": [1]}, {**HELLO, "job": {"a": 1}}, {**HELLO, "extra": 1},
-]  # fmt: skip
+    {},
+    {"k": "rank_hello"},
+    {**HELLO, "held": [-1, 2**63]},
+    {**HELLO, "held": 5},
+    {**HELLO, "rank": "x"},
+    {**HELLO, "attempt": float("nan")},
+    {**HELLO, "nonce": [1]},
+    {**HELLO, "job": {"a": 1}},
+    {**HELLO, "extra": 1},
+]
 PUT = {
-    "k": "put_ready", "attempt": 1, "step": 1, "slots": [0], "arena": "", "sample": {"seed": 1, "digests": bytes(8)},
-    "layout": b"", "nbytes": 1, "world_size": 1, "shared_chunks": None, "began_s": 0.0, "stall_s": 0.0,
-}  # fmt: skip
+    "k": "put_ready",
+    "attempt": 1,
+    "step": 1,
+    "slots": [0],
+    "arena": "",
+    "sample": {"seed": 1, "digests": bytes(8)},
+    "layout": b"",
+    "nbytes": 1,
+    "world_size": 1,
+    "shared_chunks": None,
+    "began_s": 0.0,
+    "stall_s": 0.0,
+}
 EVENTS: list[dict[str, Any]] = [
     {}, {"k": None}, {"k": "ask"}, {"k": "ask", "id": 1, "call": 5}, {"k": "unpin", "pin": "x"},
     {"k": "put_ready"}, {**PUT, "step": -1}, {**PUT, "slots": [-1]}, {**PUT, "nbytes": 2**62}, {**PUT, "world_size": 0},
@@ -411,9 +435,20 @@ def test_nonsense_on_the_ranks_socket_ends_its_own_link(trained: Trained) -> Non
 
 
 JOIN = Join(
-    job="other", rank=0, world_size=2, key=None, launcher="x", nonce="n", pid=1, config={}, fresh=False, takeover=False,
-    shard=None, shards=None, limit_s=10.0,
-)  # fmt: skip
+    job="other",
+    rank=0,
+    world_size=2,
+    key=None,
+    launcher="x",
+    nonce="n",
+    pid=1,
+    config={},
+    fresh=False,
+    takeover=False,
+    shard=None,
+    shards=None,
+    limit_s=10.0,
+)
 NO_JOBS: list[Any] = ["../../x", "", "x" * 300, "naïve", "a\0b", ".hidden", None, 5]
 
 

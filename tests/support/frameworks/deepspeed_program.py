@@ -38,11 +38,14 @@ def main() -> None:
         "steps_per_print": 1000,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": int(framework_rank.option("ZERO", "1")), "overlap_comm": False,
-                              "stage3_param_persistence_threshold": 64},
+        "zero_optimization": {
+            "stage": int(framework_rank.option("ZERO", "1")),
+            "overlap_comm": False,
+            "stage3_param_persistence_threshold": 64,
+        },
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
         **({} if kind == "fp32" else {kind: {"enabled": True}}),
-    }  # fmt: skip
+    }
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     checkpoints = None

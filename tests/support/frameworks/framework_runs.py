@@ -54,9 +54,14 @@ def environment(cluster: ProcessCluster, job: str, hosts: str, options: Mapping[
 def run(cluster: ProcessCluster, program: str, job: str, folder: Path, hosts: str = "h1 h2", **options: str) -> Trained:
     """Train to the end; return what was trained."""
     done = subprocess.run(
-        command_of(program), env=environment(cluster, job, hosts, options), cwd=folder, capture_output=True, text=True,
-        timeout=DEADLINE_S, check=False,
-    )  # fmt: skip
+        command_of(program),
+        env=environment(cluster, job, hosts, options),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     assert "state_dict() made that" not in done.stderr  # a put's warning of what no get could fill
     return trained(done.stdout)

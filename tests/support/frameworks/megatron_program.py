@@ -18,11 +18,7 @@ megatron_cpu.run_on_the_cpu()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
-from megatron.core.distributed import (  # noqa: E402
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator  # noqa: E402
@@ -60,16 +56,30 @@ def take_arguments() -> Any:
 
 def build() -> tuple[Any, Any, Any]:
     config = TransformerConfig(
-        num_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=HEADS, use_cpu_initialization=True,
-        hidden_dropout=0.1, attention_dropout=0.1, pipeline_dtype=torch.float32, tensor_model_parallel_size=TP,
-        pipeline_model_parallel_size=PP, gradient_accumulation_fusion=False, masked_softmax_fusion=False,
-        bias_dropout_fusion=False, apply_rope_fusion=False, finalize_model_grads_func=finalize_model_grads,
-    )  # fmt: skip
+        num_layers=LAYERS,
+        hidden_size=WIDTH,
+        num_attention_heads=HEADS,
+        use_cpu_initialization=True,
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+        pipeline_dtype=torch.float32,
+        tensor_model_parallel_size=TP,
+        pipeline_model_parallel_size=PP,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        finalize_model_grads_func=finalize_model_grads,
+    )
     model = GPTModel(
-        config, get_gpt_layer_local_spec(), vocab_size=WORDS, max_sequence_length=LENGTH,
-        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=WORDS,
+        max_sequence_length=LENGTH,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=False,
-    )  # fmt: skip
+    )
     ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     ddp = DistributedDataParallel(config, ddp_config, model)
     optimizer = get_megatron_optimizer(
@@ -80,9 +90,18 @@ def build() -> tuple[Any, Any, Any]:
     )
     config.grad_scale_func = optimizer.scale_loss
     schedule = OptimizerParamScheduler(
-        optimizer, init_lr=0.0, max_lr=1e-2, min_lr=1e-3, lr_warmup_steps=4, lr_decay_steps=40,
-        lr_decay_style="cosine", start_wd=0.01, end_wd=0.01, wd_incr_steps=40, wd_incr_style="constant",
-    )  # fmt: skip
+        optimizer,
+        init_lr=0.0,
+        max_lr=1e-2,
+        min_lr=1e-3,
+        lr_warmup_steps=4,
+        lr_decay_steps=40,
+        lr_decay_style="cosine",
+        start_wd=0.01,
+        end_wd=0.01,
+        wd_incr_steps=40,
+        wd_incr_style="constant",
+    )
     return ddp, optimizer, schedule
 
 
@@ -113,9 +132,14 @@ class Training:
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         done = self.forward_backward(
-            forward_step_func=forward, data_iterator=iter([0] * 8), model=[self.ddp], num_microbatches=2,
-            seq_length=LENGTH, micro_batch_size=2, forward_only=False,
-        )  # fmt: skip
+            forward_step_func=forward,
+            data_iterator=iter([0] * 8),
+            model=[self.ddp],
+            num_microbatches=2,
+            seq_length=LENGTH,
+            micro_batch_size=2,
+            forward_only=False,
+        )
         _, norm, _ = self.optimizer.step()
         self.schedule.step(increment=1)
         self.args.consumed_train_samples += self.args.global_batch_size
@@ -165,9 +189,14 @@ def main() -> None:
         training.train(step)
         if context:
             save_checkpoint(
-                step, [training.ddp], training.optimizer, training.schedule, 0, checkpointing_context=context,
+                step,
+                [training.ddp],
+                training.optimizer,
+                training.schedule,
+                0,
+                checkpointing_context=context,
                 non_persistent_ckpt=True,
-            )  # fmt: skip
+            )
     if context:
         store.flush()
         store.close()

@@ -72,10 +72,13 @@ def configuration(folder: Path) -> Any:
         from memstore.adapters.torchtitan import MemstoreCheckpointManager
 
         config.checkpoint = MemstoreCheckpointManager.Config(
-            enable=True, interval=1, job=framework_rank.job(), store=framework_rank.config(),
+            enable=True,
+            interval=1,
+            job=framework_rank.job(),
+            store=framework_rank.config(),
             last_save_model_only=framework_rank.option("LAST", "full") == "model",
             async_mode=framework_rank.option("ASYNC", "disabled"),
-        )  # fmt: skip
+        )
     config.dump_folder = str(folder / "out")
     return config
 

@@ -71,9 +71,13 @@ def history(starts: list[Start], steps: int, source: Callable[[int, int], Source
 
 
 @given(
-    STARTS, st.integers(4, 40), st.integers(1, 4), st.integers(0, 8), st.lists(st.integers(1, 4), min_size=1),
+    STARTS,
+    st.integers(4, 40),
+    st.integers(1, 4),
+    st.integers(0, 8),
+    st.lists(st.integers(1, 4), min_size=1),
     st.booleans(),
-)  # fmt: skip
+)
 def test_samples_are_numbered_globally_whatever_the_number_of_ranks(
     starts: list[Start], length: int, batches: int, rest: int, sizes: list[int], drop_last: bool
 ) -> None:
@@ -166,9 +170,7 @@ def test_a_position_of_other_data_is_refused() -> None:
     """Each would double samples or leave some out, and nothing else would tell."""
     stored = Batches(Ahead(SampleOrder(10, global_batch=2, rank=0, world_size=1, seed=1))).state_dict()
     for length, seed, shuffle in ((11, 1, True), (10, 2, True), (10, 1, False)):
-        other = Batches(
-            Ahead(SampleOrder(length, global_batch=2, rank=0, world_size=1, seed=seed, shuffle=shuffle))
-        )  # fmt: skip
+        other = Batches(Ahead(SampleOrder(length, global_batch=2, rank=0, world_size=1, seed=seed, shuffle=shuffle)))
         with pytest.raises(ConfigError, match="10 samples, shuffled by seed 1, and this one is of"):
             other.load_state_dict(stored)
     with pytest.raises(ConfigError, match="an order of None"):

@@ -132,10 +132,14 @@ def test_the_limits_of_arenas_that_start_one_by_one_stay_within_what_is_there(se
         host = chosen.randrange(count)
         limit[host] = auto_bytes(
             replace(
-                LIMITS, fs_total_bytes=whole, fs_free_bytes=whole - sum(held), hosts_on_machine=count,
-                held_bytes=held[host], beside_bytes=tuple(held[:host] + held[host + 1 :]),
+                LIMITS,
+                fs_total_bytes=whole,
+                fs_free_bytes=whole - sum(held),
+                hosts_on_machine=count,
+                held_bytes=held[host],
+                beside_bytes=tuple(held[:host] + held[host + 1 :]),
             )
-        )  # fmt: skip
+        )
         assert limit[host] >= held[host], "a restart does not refuse what is stored"
         held[host] = chosen.randint(held[host], limit[host])
         assert sum(limit) <= int(0.9 * whole) + count

@@ -294,9 +294,13 @@ class Writes:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, last: int) -> None:
         self.count, self.last = 0, last
         for owner, name in (
-            (arena_module, "_punch_hole"), (arena_module, "_allocate"), (ArenaMapping, "populate"),
-            (SlotHeaders, "write"), (ManifestFolder, "save"), (ManifestFolder, "remove"),
-        ):  # fmt: skip
+            (arena_module, "_punch_hole"),
+            (arena_module, "_allocate"),
+            (ArenaMapping, "populate"),
+            (SlotHeaders, "write"),
+            (ManifestFolder, "save"),
+            (ManifestFolder, "remove"),
+        ):
             monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
 
     def _counted(self, real: Callable[..., Any]) -> Callable[..., Any]:

@@ -144,6 +144,7 @@ def test_the_worst_plan_of_all_jobs_decides(monkeypatch: pytest.MonkeyPatch) -> 
             world.run(2.0)
     result = Desk(monkeypatch, world, ranks[0]).run("plan", "--lose", "h0", "h1", "--json")
     assert {plan["job"]: plan["outcome"] for plan in json.loads(result.stdout)["plans"]} == {
-        "older": "older", "whole": "whole"
-    }  # fmt: skip
+        "older": "older",
+        "whole": "whole",
+    }
     assert result.exit_code == 4

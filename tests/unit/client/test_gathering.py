@@ -132,9 +132,10 @@ def test_every_call_of_all_ranks_says_for_whom_it_waits(
 def test_a_wait_for_an_agreement_has_the_name_of_its_verb() -> None:
     """agree_on_step() asks what get() asks, without its bytes; the log and errors call it what the caller did."""
     asked = Get(job="train", attempt=1, rank=0, step=None, timeout_s=1.0)
-    names = [collective.RollCall(cast(HolderLink, None), each, 1.0).name for each in (
-        asked, msgspec.structs.replace(asked, is_agreement=True),
-    )]  # fmt: skip
+    names = [
+        collective.RollCall(cast(HolderLink, None), each, 1.0).name
+        for each in (asked, msgspec.structs.replace(asked, is_agreement=True))
+    ]
     assert names == ["get of", "agree_on_step of"]
 
 

@@ -137,9 +137,13 @@ def test_a_plain_script_is_rank_0_of_1_and_says_so(caplog: pytest.LogCaptureFixt
     code = "from memstore.shell.rank.launch import detect_launch; detect_launch(env={})"
     start = f"m.get_context('spawn').Process(target=exec, args=({code!r},)).start()"
     run = subprocess.run(
-        [sys.executable, "-c", f"import multiprocessing as m; {start}"], cwd=ROOT, capture_output=True, text=True,
-        timeout=120, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", f"import multiprocessing as m; {start}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert "a parent that uses multiprocessing says that there may be several processes" in run.stderr
 
 
@@ -161,9 +165,13 @@ def test_the_first_loops_of_readme_and_quickstart_run_as_pasted(tmp_path: Path) 
         said = []
         for _ in range(2):
             run = subprocess.run(
-                [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False,
+                [sys.executable, str(script)],
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
-            )  # fmt: skip
+            )
             assert run.returncode == 0, run.stderr
             assert run.stderr.count("this process is rank 0 of 1") == 1
             said.append(run.stdout.strip())
@@ -173,9 +181,13 @@ def test_the_first_loops_of_readme_and_quickstart_run_as_pasted(tmp_path: Path) 
         script.write_text(prelude + page.split("```python\n")[1].split("```")[0].replace(", 100)", ", 10)"))
         for began, last in (("a new job", "step 9 loss"), ("Checkpoint(step=9, attempt=1, 12012032 bytes", "")):
             run = subprocess.run(
-                [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False,
+                [sys.executable, str(script)],
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
-            )  # fmt: skip
+            )
             assert run.returncode == 0, run.stderr
             assert run.stdout.startswith(began)
             assert last in run.stdout.splitlines()[-1]

@@ -146,20 +146,29 @@ def test_a_submitted_put_that_shows_nothing_of_its_bytes_is_refused(site: Site, 
     put = site.stage()
     site.link.notify(
         PutReady(
-            terms=PutTerms(attempt=1, step=STEP, world_size=1), slots=tuple(put.slots), arena=put.mapping.arena,
-            sample=SlotSample(seed=1, digests=digests), layout=b"", nbytes=3 * CHUNK_BYTES, stall_s=0.0,
+            terms=PutTerms(attempt=1, step=STEP, world_size=1),
+            slots=tuple(put.slots),
+            arena=put.mapping.arena,
+            sample=SlotSample(seed=1, digests=digests),
+            layout=b"",
+            nbytes=3 * CHUNK_BYTES,
+            stall_s=0.0,
         )
-    )  # fmt: skip
+    )
     send_level(site, "failed")
     assert site.holder.replicas.pin(SHARD) is None
     put.abandon()
     wait_for(site.is_whole, "the whole share")
 
 
-@pytest.mark.parametrize("ask", [
-    lambda link: link.call(AskSteps(job="job"), WAIT_S),
-    lambda link: link.call_soon(AskSteps(job="job")).result(WAIT_S),
-], ids=["call", "call_soon"])  # fmt: skip
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda link: link.call(AskSteps(job="job"), WAIT_S),
+        lambda link: link.call_soon(AskSteps(job="job")).result(WAIT_S),
+    ],
+    ids=["call", "call_soon"],
+)
 def test_a_closed_link_answers_every_question_at_once(site: Site, ask: Callable[[HolderLink], Any]) -> None:
     """No thread would send it, nor learn of its answer; the limit is not waited for."""
     site.link.close()

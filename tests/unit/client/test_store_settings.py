@@ -66,9 +66,8 @@ def a_holder(**config: Any) -> Iterator[Holder]:
 def as_controller(holder: Holder, address: str, port: int) -> Channel:
     """Connect as the controller does."""
     return connect_tcp(
-        address, port, secret=SECRET, store=holder.config.store, identity=ControllerIdentity(term=1),
-        timeout_s=WAIT_S,
-    )  # fmt: skip
+        address, port, secret=SECRET, store=holder.config.store, identity=ControllerIdentity(term=1), timeout_s=WAIT_S
+    )
 
 
 def test_a_holder_listens_on_its_interface_and_port_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +183,7 @@ def test_what_a_holder_pushes_has_the_class_and_the_pace_of_its_config() -> None
         near.io.run(push.replicate, near.state, SHARD, "", fresh)
         near.replicas.seal_local(
             SHARD, world_size=1, layout=b"", nbytes=CHUNK_BYTES, slots=slots, attempt=1, follower=fresh
-        )  # fmt: skip
+        )
         wait_for(lambda: far.replicas.index.find(SHARD), "the push")
         wait_for(lambda: not near.state.pushes.under_way, "its end: until then its connection is in use")
         with near.peers.peer("b").channel() as channel:
@@ -225,9 +224,11 @@ def test_the_scrub_takes_as_long_as_its_rate_asks(rate: int, checked: list[int])
     found: list[int] = []
     slots = [SimpleNamespace(state=state) for state in (SlotState.SEALED, SlotState.FREE, SlotState.SEALED)]
     replicas = SimpleNamespace(
-        table=SimpleNamespace(slots=slots), index=SimpleNamespace(shards={}), lock=contextlib.nullcontext(),
+        table=SimpleNamespace(slots=slots),
+        index=SimpleNamespace(shards={}),
+        lock=contextlib.nullcontext(),
         verify_slot=lambda n: found.append(n) or [],
-    )  # fmt: skip
+    )
     pauses = Pauses()
     holder: Any = SimpleNamespace(
         config=SimpleNamespace(scrub_bytes_per_s=rate, chunk_bytes=CHUNK_BYTES), stopping=pauses, replicas=replicas
@@ -240,11 +241,17 @@ def test_the_scrub_takes_as_long_as_its_rate_asks(rate: int, checked: list[int])
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("heartbeat_s", "detect"), ("suspect_after_s", "detect"), ("dead_after_s", "detect"), ("tls_cert", "tls_dir"),
-        ("tls_key", "tls_dir"), ("tls_ca", "tls_dir"), ("streams", "interface"), ("max_restores", "keep_steps"),
+        ("heartbeat_s", "detect"),
+        ("suspect_after_s", "detect"),
+        ("dead_after_s", "detect"),
+        ("tls_cert", "tls_dir"),
+        ("tls_key", "tls_dir"),
+        ("tls_ca", "tls_dir"),
+        ("streams", "interface"),
+        ("max_restores", "keep_steps"),
         ("abandoned_arena_ttl_s", "job_ttl_s"),
     ],
-)  # fmt: skip
+)
 def test_a_setting_of_before_is_refused_and_the_error_lists_its_successor(old: str, new: str) -> None:
     """Wherever fields are given: to Config, and to a copy of one."""
     for give in (lambda: Config(**{old: 1}), lambda: Config().with_fields({old: 1})):
@@ -269,10 +276,7 @@ def _detecting(value: Any) -> Config:
 
 def test_a_controller_decides_by_the_rules_of_its_config(tmp_path: Path) -> None:
     """Every rule that is a setting of the store has the setting's value, none its default."""
-    config = Config(
-        store="rules", failure_domains=("row", "shelf"), detect=2.5,
-        recovery_grace_s=3.5, keep_steps=3,
-    )  # fmt: skip
+    config = Config(store="rules", failure_domains=("row", "shelf"), detect=2.5, recovery_grace_s=3.5, keep_steps=3)
     controller = Controller(config, DirectoryMembership(tmp_path), secret=SECRET, settle_s=0.5)
     try:
         rules = controller.machine.state.rules

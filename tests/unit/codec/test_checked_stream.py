@@ -31,9 +31,8 @@ class Slots:
     """A stream in slots, some of them bad; gives chunks, and good copies of what is asked for again."""
 
     def __init__(
-        self, data: bytes, *, bad: Sequence[int] = (), lost: Sequence[int] = (),
-        elsewhere: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+        self, data: bytes, *, bad: Sequence[int] = (), lost: Sequence[int] = (), elsewhere: Sequence[int] = ()
+    ) -> None:
         self.good = [bytearray(data[i : i + CHUNK_BYTES]) for i in range(0, len(data), CHUNK_BYTES)]
         sizes = chunk_sizes(len(data), CHUNK_BYTES)
         chunks = tuple(Chunk(chunk_digest(c), n) for c, n in zip(self.good, sizes, strict=True))
@@ -117,9 +116,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(cases(), st.lists(st.booleans(), max_size=8), st.sets(st.integers(0, 9)))
 def test_any_reads_of_any_slots_return_what_was_put(
-    case: tuple[bytes, list[tuple[int, int]], list[int], list[int]],
-    devices: list[bool],
-    elsewhere: set[int],
+    case: tuple[bytes, list[tuple[int, int]], list[int], list[int]], devices: list[bool], elsewhere: set[int]
 ) -> None:
     """Anything that is bad or lost, here or on another host, the bytes are the stream's."""
     data, ranges, bad, lost = case

@@ -203,8 +203,10 @@ def test_what_cannot_be_stored_in_a_tensors_place_is_refused(bad: str) -> None:
     memory = learned(state)
     one = torch.ones(2)
     made: dict[str, Callable[[], torch.Tensor]] = {
-        "sparse": one.to_sparse, "nested": lambda: torch.nested.nested_tensor([one]), "meta": lambda: one.to("meta"),
-    }  # fmt: skip
+        "sparse": one.to_sparse,
+        "nested": lambda: torch.nested.nested_tensor([one]),
+        "meta": lambda: one.to("meta"),
+    }
     state[1] = made[bad]()
     with pytest.raises(UnsupportedState, match=r"state\[1\]"):
         memory.plan(state)
@@ -233,8 +235,11 @@ def test_dtensors_are_known_by_mesh_placements_and_whole_shape(mesh: Any, monkey
     assert walks(memory, state, monkeypatch) == 0
     other = init_device_mesh("cpu", (1,), mesh_dim_names=("other",))
     for changed in (
-        sharded(local, mesh, Shard(1)), sharded(local, mesh, Shard(0), 8), sharded(local, other, Shard(0)), local,
-    ):  # fmt: skip
+        sharded(local, mesh, Shard(1)),
+        sharded(local, mesh, Shard(0), 8),
+        sharded(local, other, Shard(0)),
+        local,
+    ):
         state["w"] = changed
         assert walks(memory, state, monkeypatch) == 1
         state["w"] = sharded(local, mesh, Shard(0))

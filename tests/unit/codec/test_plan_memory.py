@@ -44,8 +44,11 @@ def fresh() -> State:
     return {
         "model": OrderedDict(large=base, small=torch.randn(5, 7), tied=base[:10], odd=torch.randn(6, 8).t()[1:]),
         "moments": [torch.nn.Parameter(torch.randn(9)), torch.randn(3, 4, dtype=torch.complex64)],
-        "square": torch.randn(4, 4), "step": 0, "text": "x" * 5000, "lr": [0.0, True, None],
-    }  # fmt: skip
+        "square": torch.randn(4, 4),
+        "step": 0,
+        "text": "x" * 5000,
+        "lr": [0.0, True, None],
+    }
 
 
 def resized(state: State) -> None:

@@ -99,8 +99,19 @@ def loader() -> StatefulDataLoader:
 
 
 OPTIMIZERS = [
-    "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Adafactor",
-]  # fmt: skip
+    "SGD",
+    "Adam",
+    "AdamW",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "Adagrad",
+    "Adadelta",
+    "RMSprop",
+    "Rprop",
+    "ASGD",
+    "Adafactor",
+]
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
     "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 5]),
@@ -194,10 +205,14 @@ def test_the_callers_own_dicts_are_not_taken_for_copies() -> None:
     """Plain values, averages, random states, parameters by name, and the variables that a module's dict has itself."""
     model = plain_module()
     state = {
-        "epoch": 3, "ema": {name: param.clone() for name, param in model.named_parameters()},
-        "trained": dict(model.named_parameters()), "rng": (torch.get_rng_state(), {"python": [1, 2]}),
-        "kept": model.state_dict(keep_vars=True), "ordered": collections.OrderedDict(a=1), "model": model,
-    }  # fmt: skip
+        "epoch": 3,
+        "ema": {name: param.clone() for name, param in model.named_parameters()},
+        "trained": dict(model.named_parameters()),
+        "rng": (torch.get_rng_state(), {"python": [1, 2]}),
+        "kept": model.state_dict(keep_vars=True),
+        "ordered": collections.OrderedDict(a=1),
+        "model": model,
+    }
     assert list(copies(state, "state")) == []
     assert next(copies(copy.deepcopy(model.state_dict()), "x")) == "x['0.weight']"
     sharing = copy.deepcopy(model.state_dict())

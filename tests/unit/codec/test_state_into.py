@@ -305,15 +305,35 @@ def test_plain_values_go_into_entries_of_dicts_lists_and_dataclasses() -> None:
     for kind in (Progress, Seeds, Best):
         memstore.register(kind)
     state = {
-        "w": BASE, "epoch": 3, "name": "a", "best": None, "lr": [0.1, {"warm": True}], "pair": (1, ("x", 2.0)),
-        "progress": Progress(4, [1, 2]), "seeds": Seeds(7), "record": Best(0.5, 9), "tags": {"a", "b"},
-        "text": "x" * 5000, "big": 1 << 80, "blob": b"y" * 500, "nested": {"only stored": {"x": 1}},
-    }  # fmt: skip
+        "w": BASE,
+        "epoch": 3,
+        "name": "a",
+        "best": None,
+        "lr": [0.1, {"warm": True}],
+        "pair": (1, ("x", 2.0)),
+        "progress": Progress(4, [1, 2]),
+        "seeds": Seeds(7),
+        "record": Best(0.5, 9),
+        "tags": {"a", "b"},
+        "text": "x" * 5000,
+        "big": 1 << 80,
+        "blob": b"y" * 500,
+        "nested": {"only stored": {"x": 1}},
+    }
     progress, rates, nested = Progress(0, []), [0.0, {"warm": False}], {}  # type: ignore[var-annotated]
     into = {
-        "w": torch.zeros(6), "epoch": 0, "name": 5, "best": 0.25, "lr": rates, "pair": (0, ("", 0.0)),
-        "progress": progress, "seeds": Seeds(0), "record": Best(0.0, 0), "tags": set(), "nested": nested,
-    }  # fmt: skip
+        "w": torch.zeros(6),
+        "epoch": 0,
+        "name": 5,
+        "best": 0.25,
+        "lr": rates,
+        "pair": (0, ("", 0.0)),
+        "progress": progress,
+        "seeds": Seeds(0),
+        "record": Best(0.0, 0),
+        "tags": set(),
+        "nested": nested,
+    }
     inner = rates[1]
     match = matched(decode_layout(stored(state)[0]), into)
     assert match is not None
@@ -334,15 +354,22 @@ def test_values_beside_tensors_in_tuples_are_filled_around_the_same_tensors() ->
     np.random.rand(5)
     drawn: Any = np.random.get_state()
     state = {
-        "rng": {"numpy": drawn}, "pair": ((3, BASE), "x"), "same": (1, BASE + 1), "inner": ([{"deep": 1}], BASE + 2),
-        "best": Best(BASE + 3, 7), "list": [(4, BASE + 4)],  # type: ignore[arg-type]
-    }  # fmt: skip
+        "rng": {"numpy": drawn},
+        "pair": ((3, BASE), "x"),
+        "same": (1, BASE + 1),
+        "inner": ([{"deep": 1}], BASE + 2),
+        "best": Best(BASE + 3, 7),
+        "list": [(4, BASE + 4)],  # type: ignore[arg-type]
+    }
     np.random.seed(4)
     into: dict[str, Any] = {
-        "rng": {"numpy": np.random.get_state()}, "pair": ((0, torch.zeros(6)), ""), "same": (1, torch.zeros(6)),
-        "inner": ([{}], torch.zeros(6)), "best": Best(torch.zeros(6), 0),  # type: ignore[arg-type]
+        "rng": {"numpy": np.random.get_state()},
+        "pair": ((0, torch.zeros(6)), ""),
+        "same": (1, torch.zeros(6)),
+        "inner": ([{}], torch.zeros(6)),
+        "best": Best(torch.zeros(6), 0),  # type: ignore[arg-type]
         "list": [(0, torch.zeros(6))],
-    }  # fmt: skip
+    }
     before = {**into, "tensor": into["list"][0][1]}
     match = matched(decode_layout(stored(state)[0]), into)
     assert match is not None

@@ -94,9 +94,12 @@ def test_a_block_goes_into_the_live_list() -> None:
     into = {"losses": losses, "window": window, "pair": pair, "none": None, "inner": (1, ())}
     many = [float(number) for number in range(200)]
     state = {
-        "losses": many, "window": deque(many, maxlen=200), "pair": tuple(range(100)), "none": many,
+        "losses": many,
+        "window": deque(many, maxlen=200),
+        "pair": tuple(range(100)),
+        "none": many,
         "inner": (2, tuple(many)),
-    }  # fmt: skip
+    }
     decode_state(*stored(state), into=into)
     assert into["losses"] is losses
     assert losses == many
@@ -175,9 +178,13 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], int]] = {
 def test_a_known_state_takes_new_blocks_without_a_walk(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A history that grows, an optimizer's list of parameters: what is stored is what a walk would store."""
     state: dict[str, Any] = {
-        "deep": {"more": [0.0] * 70}, "losses": [0.5] * 100, "w": BASE, "step": 1, "params": list(range(80)),
+        "deep": {"more": [0.0] * 70},
+        "losses": [0.5] * 100,
+        "w": BASE,
+        "step": 1,
+        "params": list(range(80)),
         "count": Counter(a=1),
-    }  # fmt: skip
+    }
     memory, walks = PlanMemory(), []
     for _ in range(3):
         memory.plan(state)

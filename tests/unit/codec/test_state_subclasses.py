@@ -130,7 +130,7 @@ def test_a_class_is_found_by_name_where_it_is_imported_and_nothing_is_imported(e
 
 def test_a_registered_class_comes_back_wherever_it_was_defined(
     elsewhere: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     """In a function, too."""
     del elsewhere.Halves
     monkeypatch.setattr(registry, "_BY_NAME", {})

@@ -21,14 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from memstore.client.dcp.metadata import (
-    FORMAT,
-    Place,
-    SavedLayout,
-    decode_metadata,
-    encode_metadata,
-    estimate_bytes,
-)
+from memstore.client.dcp.metadata import FORMAT, Place, SavedLayout, decode_metadata, encode_metadata, estimate_bytes
 from memstore.errors import ProtocolError, UnsupportedState
 from memstore.shell.codec.encode import plan_state
 from memstore.shell.tensors.memory import DTYPES
@@ -59,10 +52,12 @@ def metadatas(draw: st.DrawFn) -> Metadata:
         dims = draw(st.integers(0, 4))
         shapes = st.lists(st.integers(0, 1 << 7), min_size=dims, max_size=dims)
         properties = TensorProperties(
-            draw(st.sampled_from(list(DTYPES.values()))), torch.strided, draw(st.booleans()),
+            draw(st.sampled_from(list(DTYPES.values()))),
+            torch.strided,
+            draw(st.booleans()),
             draw(st.sampled_from([torch.contiguous_format, torch.channels_last, torch.preserve_format])),
             draw(st.booleans()),
-        )  # fmt: skip
+        )
         chunks = []
         for offsets in draw(st.lists(shapes, max_size=4, unique_by=tuple)):
             sizes = draw(shapes)
@@ -109,8 +104,14 @@ def test_damaged_bytes_are_a_protocol_error_or_other_metadata(metadata: Metadata
 
 
 def row(**changes: Any) -> list[Any]:
-    parts = {"form": FORMAT, "version": None, "entries": [["w", tensor(), None]],
-             "planner": plan_state(None).layout, "stream": b"", "strays": []}  # fmt: skip
+    parts = {
+        "form": FORMAT,
+        "version": None,
+        "entries": [["w", tensor(), None]],
+        "planner": plan_state(None).layout,
+        "stream": b"",
+        "strays": [],
+    }
     return list({**parts, **changes}.values())
 
 

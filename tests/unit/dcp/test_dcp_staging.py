@@ -79,10 +79,16 @@ def test_views_are_gathered_and_hold_only_their_own_bytes() -> None:
     base = torch.randn(400, 300)
     wave = torch.randn(50, 3, dtype=torch.complex64)
     state = {
-        "t": base.t(), "step": base[::2, 1::3], "flip": base.flip(0), "wide": torch.ones(1, 5).expand(100, 5),
-        "row": base[7], "conj": wave.conj(), "neg": wave.conj().imag, "parameter": torch.nn.Parameter(base[:3]),
+        "t": base.t(),
+        "step": base[::2, 1::3],
+        "flip": base.flip(0),
+        "wide": torch.ones(1, 5).expand(100, 5),
+        "row": base[7],
+        "conj": wave.conj(),
+        "neg": wave.conj().imag,
+        "parameter": torch.nn.Parameter(base[:3]),
         "channels": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    }  # fmt: skip
+    }
     placeholders, stream = staged(state)
     for name, tensor in state.items():
         check(tensor, placeholders[name], stream)
@@ -105,10 +111,14 @@ def test_containers_keep_their_shape_and_objects_are_copied() -> None:
     """Containers are rebuilt around placeholder tensors; the rest is what it was at staging."""
     weight, history = torch.arange(4), {"losses": [1.0, 2.0]}
     state = {
-        "list": [weight, (torch.zeros(2), "text"), [[torch.ones(1)]]], "named": Moments(torch.ones(3), 7),
-        "ordered": OrderedDict(b=torch.ones(2), a=[]), "none": None, 3: torch.full((2,), 5), "plain": history,
+        "list": [weight, (torch.zeros(2), "text"), [[torch.ones(1)]]],
+        "named": Moments(torch.ones(3), 7),
+        "ordered": OrderedDict(b=torch.ones(2), a=[]),
+        "none": None,
+        3: torch.full((2,), 5),
+        "plain": history,
         "array": np.arange(3),
-    }  # fmt: skip
+    }
     before = copy.deepcopy(history)
     placeholders, stream = staged(state)
     history["losses"].append(3.0)

@@ -48,9 +48,13 @@ def write(source: torch.Tensor, target: torch.Tensor) -> DeviceWrite:
 def late(pairs: list[Pair], made: DeferredDeviceCopies, ends: list[str], *, is_wanted: bool = True) -> DeferredCopy:
     sources = [WatchedSource((source,), source.untyped_storage()) for source, _ in pairs]
     return DeferredCopy(
-        sources, made, keep=pairs, is_wanted=lambda: is_wanted, on_end=ends.append,
+        sources,
+        made,
+        keep=pairs,
+        is_wanted=lambda: is_wanted,
+        on_end=ends.append,
         name_of=lambda number: f"tensor {number}",
-    )  # fmt: skip
+    )
 
 
 def test_the_copy_thread_keeps_two_flights_under_way(device: LazyDevice) -> None:
@@ -270,8 +274,7 @@ def test_flights_keep_the_order_and_the_limit(sizes: list[list[int]], limit: int
 def _write(source: torch.Tensor, target: torch.Tensor, piece_bytes: int) -> DeviceWrite:
     starts = range(0, source.numel(), piece_bytes)
     return DeviceWrite(
-        source,
-        tuple((target.data_ptr() + at, at, min(piece_bytes, source.numel() - at)) for at in starts),
+        source, tuple((target.data_ptr() + at, at, min(piece_bytes, source.numel() - at)) for at in starts)
     )
 
 
@@ -314,8 +317,16 @@ def test_no_more_than_two_flights_are_under_way(monkeypatch: pytest.MonkeyPatch)
     order_all([_write(source, target, 64)]).wait()
     assert torch.equal(source, target)
     assert waits == [
-        "behind the current stream", "event 0", "event 1", "wait 0", "event 2", "wait 1", "event 3", "wait 2", "wait 3",
-    ]  # fmt: skip
+        "behind the current stream",
+        "event 0",
+        "event 1",
+        "wait 0",
+        "event 2",
+        "wait 1",
+        "event 3",
+        "wait 2",
+        "wait 3",
+    ]
 
 
 def test_what_was_ordered_is_waited_for_when_a_later_copy_raises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,8 +90,10 @@ def test_slots_are_registered_once_in_ranges_of_neighbours(arena: Path, driver: 
     pinned.add([0, 1, 2, 7], DEVICE)
     pinned.add([2, 3, 7], DEVICE)
     assert [(address - mapping.address(0), nbytes) for _, address, nbytes, _ in driver.calls] == [
-        (0, 3 * CHUNK), (7 * CHUNK, CHUNK), (3 * CHUNK, CHUNK),
-    ]  # fmt: skip
+        (0, 3 * CHUNK),
+        (7 * CHUNK, CHUNK),
+        (3 * CHUNK, CHUNK),
+    ]
     assert {(device, flags) for device, _, _, flags in driver.calls} == {(DEVICE, pinned_memory.REGISTER_PORTABLE)}
     pinned.close()
     assert not driver.pinned
@@ -149,8 +151,10 @@ def test_a_rank_pins_what_it_has_entered_before_and_from_then_on(arena: Path, dr
     mapping.prefault([5, 6])
     start = mapping.open().address(0)
     assert {address - start: nbytes for address, nbytes in driver.pinned.items()} == {
-        0: 2 * CHUNK, 5 * CHUNK: CHUNK, 6 * CHUNK: CHUNK,
-    }  # fmt: skip
+        0: 2 * CHUNK,
+        5 * CHUNK: CHUNK,
+        6 * CHUNK: CHUNK,
+    }
     mapping.pin_at([start + 9 * CHUNK + 17, start - 1], DEVICE)
     assert driver.pinned[start + 9 * CHUNK] == CHUNK
     mapping.close()

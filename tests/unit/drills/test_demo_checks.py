@@ -100,11 +100,7 @@ def test_a_skipped_step_is_caught() -> None:
 
 @pytest.mark.parametrize(
     ("moved", "nbytes"),
-    [
-        ((2,), {"local": 400, "peer": 0}),
-        ((1,), {"local": 300, "peer": 100}),
-        ((2,), {"peer": 100, "durable": 1}),
-    ],
+    [((2,), {"local": 400, "peer": 0}), ((1,), {"local": 300, "peer": 100}), ((2,), {"peer": 100, "durable": 1})],
 )
 def test_bytes_from_elsewhere_are_caught(moved: tuple[int, ...], nbytes: dict[str, int]) -> None:
     """No peer bytes, another rank's bytes, or help from a disk do not count as the peer's memory."""
@@ -139,12 +135,7 @@ def test_nothing_after_the_kill_is_caught() -> None:
 
 @pytest.mark.parametrize(
     ("pids", "is_kept"),
-    [
-        ({}, True),
-        ({0: 200, 1: 201, 2: 202, 3: 203}, False),
-        ({3: 203}, False),
-        ({2: 102}, False),
-    ],
+    [({}, True), ({0: 200, 1: 201, 2: 202, 3: 203}, False), ({3: 203}, False), ({2: 102}, False)],
     ids=["the lost one is new", "all are new", "a survivor is new", "the lost one is the same"],
 )
 def test_a_survivor_with_a_new_process_is_caught(pids: dict[int, int], is_kept: bool) -> None:

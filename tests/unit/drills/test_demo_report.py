@@ -49,12 +49,14 @@ def lost_in_place(pid: int = 100) -> LostHostRun:
     """A loss of which rank 0 is back in its function after 2 s, by default in its process."""
     run = RunRecord(
         joined=[
-            joined(1, 0, "h1", 89.0), joined(1, 1, "h2", 89.0), joined(2, 0, "h1", 102.0, pid),
+            joined(1, 0, "h1", 89.0),
+            joined(1, 1, "h2", 89.0),
+            joined(2, 0, "h1", 102.0, pid),
             joined(2, 1, "h3", 102.0),
         ],
         restored=lost(is_restoring=True).run.restored,
         steps=[*ran(1, range(4), 96.0), *ran(2, range(4, STEPS), 103.0)],
-    )  # fmt: skip
+    )
     checks = check_in_place(run, RunRecord(steps=ran(1, range(STEPS), 0.0)), KILL, STEPS)
     return LostHostRun(run, KILL, checks, 0.05, "reset", "gone")
 

@@ -49,10 +49,16 @@ def goes_on(*, committed: int = 9, read: list[Restored] | None = None, promise: 
     """A flow whose job had committed step 5 before the fault; no site is there, so a call to it would fail."""
     report = Report("freeze-holder", 7, "", step_before=5)
     context = DrillContext(
-        find("freeze-holder"), cast(Any, None), Options(seed=7), Config(stall_budget_s=1.0),
-        promise or Promise("", resume_s=0.01), random.Random(7), report, Timeline(report, lambda line: None),
+        find("freeze-holder"),
+        cast(Any, None),
+        Options(seed=7),
+        Config(stall_budget_s=1.0),
+        promise or Promise("", resume_s=0.01),
+        random.Random(7),
+        report,
+        Timeline(report, lambda line: None),
         job=cast(Any, FakeJob(committed, [GOOD] if read is None else read)),
-    )  # fmt: skip
+    )
     return GoesOn(context, Scene(context))
 
 
@@ -128,9 +134,7 @@ def test_after_the_fault_a_new_step_and_all_copies_must_come(committed: int, wor
 
 
 @pytest.mark.parametrize(
-    ("moved_to", "is_kept"),
-    [({"h3"}, True), ({"h1", "h3"}, False), ((), False)],
-    ids=["elsewhere", "to one", "none"],
+    ("moved_to", "is_kept"), [({"h3"}, True), ({"h1", "h3"}, False), ((), False)], ids=["elsewhere", "to one", "none"]
 )
 def test_bytes_that_are_local_on_a_host_without_a_copy_came_from_a_peer_by_repair(
     moved_to: Collection[str], is_kept: bool

@@ -48,10 +48,21 @@ def played(*, is_refused: bool = False) -> Played:
     """Play what is as promised: one rank is lost, the steps that were not committed are trained again."""
     found = []
     for rank in range(RANKS):
-        restored = Restored(rank, error="RecoveryError", message="rank 1 is lost, with h1 and h2") if is_refused else (
-            Restored(rank, BEFORE, "local", nbytes=64, bytes_equal=64, seconds_by_phase={
-                "gather": 0.1, "transfer": 0.1, "load": 0.1}, bytes_by_tier={"local": 64, "peer": 0, "durable": 0})
-        )  # fmt: skip
+        restored = (
+            Restored(rank, error="RecoveryError", message="rank 1 is lost, with h1 and h2")
+            if is_refused
+            else (
+                Restored(
+                    rank,
+                    BEFORE,
+                    "local",
+                    nbytes=64,
+                    bytes_equal=64,
+                    seconds_by_phase={"gather": 0.1, "transfer": 0.1, "load": 0.1},
+                    bytes_by_tier={"local": 64, "peer": 0, "durable": 0},
+                )
+            )
+        )
         found += [made(rank, 0, ENTERED), *(trained(rank, 0, step) for step in range(BEFORE + 3))]
         found += [made(rank, 0, LEFT)] if rank != LOST else []
         found += [made(rank, 1, ENTERED), made(rank, 1, RESTORED, restored=restored)]
@@ -104,11 +115,12 @@ BROKEN: dict[str, tuple[Played, str]] = {
     "kept-pid": (with_note(made(LOST, 1, ENTERED), pid=101), "rank 1 was lost, and nothing has taken the place"),
     "other-loss": (with_note(made(0, 1, TRAINED, 8), loss=other_bit(LOSS)), "rank 0, step 8, generation 1: the loss"),
     "other-loss-that-broke-off": (
-        with_note(made(0, 0, TRAINED, 6), loss=other_bit(ORACLE.losses[0][6])), "rank 0, step 6, generation 0",
+        with_note(made(0, 0, TRAINED, 6), loss=other_bit(ORACLE.losses[0][6])),
+        "rank 0, step 6, generation 0",
     ),
     "step-left-out": (without(played(), lambda n: (n.rank, n.step) == (2, 8)), r"rank 2 never trained the steps \[8\]"),
     "needless-generation": (replace(played(), lost=()), "no rank was lost, and all were brought into generation 1"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -123,8 +135,10 @@ def test_the_oracle_has_the_samples_that_the_order_promises() -> None:
     """All ranks together, epoch after epoch; another seed has other samples and losses."""
     samples, batches = Samples(RANKS), []
     for epoch in range(4):
-        orders = [SampleOrder(len(samples), global_batch=samples.global_batch, rank=rank, world_size=RANKS, seed=SEED)
-                  for rank in range(RANKS)]  # fmt: skip
+        orders = [
+            SampleOrder(len(samples), global_batch=samples.global_batch, rank=rank, world_size=RANKS, seed=SEED)
+            for rank in range(RANKS)
+        ]
         for order in orders:
             order.go_to(epoch, 0)
         batches += [[*chain(*parts)] for parts in zip(*orders, strict=True)]
@@ -178,9 +192,16 @@ def flow_of(found: Played, *, error: str = "", is_pause: bool = False, promise: 
     drill = find("in-place-pause" if is_pause else "in-place-kill-rank")
     report = Report(drill.name, SEED, "", step_before=BEFORE)
     context = DrillContext(
-        drill, cast(Any, None), Options(seed=SEED), Config(), promise or drill.promise, random.Random(SEED), report,
-        Timeline(report, lambda line: None), job=cast(Any, FakeJob(found, error)),
-    )  # fmt: skip
+        drill,
+        cast(Any, None),
+        Options(seed=SEED),
+        Config(),
+        promise or drill.promise,
+        random.Random(SEED),
+        report,
+        Timeline(report, lambda line: None),
+        job=cast(Any, FakeJob(found, error)),
+    )
     scene = (InPlacePause if is_pause else InPlaceKillRank)(context)
     scene.lost, scene.rank, scene.holders = set(found.lost), LOST, ["h1", "h2"]
     scene.stopped_s = scene.woken_s = 0.0  # type: ignore[attr-defined]

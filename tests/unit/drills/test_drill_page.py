@@ -100,17 +100,27 @@ def suite_with(monkeypatch: pytest.MonkeyPatch, outcomes: dict[str, Report | Exc
 def test_a_drill_that_fails_does_not_stop_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken promise, a drill that did not work and one that blew up are noted; the next has a new cluster."""
     outcomes = {
-        "kill-rank": RuntimeError("blew up"), "kill-holder": report_of("kill-holder", outcome=ERROR),
-        "kill-controller": report_of("kill-controller", outcome=BROKEN), "corrupt-chunk": report_of("corrupt-chunk"),
-    }  # fmt: skip
+        "kill-rank": RuntimeError("blew up"),
+        "kill-holder": report_of("kill-holder", outcome=ERROR),
+        "kill-controller": report_of("kill-controller", outcome=BROKEN),
+        "corrupt-chunk": report_of("corrupt-chunk"),
+    }
     suite, log = suite_with(monkeypatch, outcomes)
     result = suite.run([Play(find(name)) for name in outcomes])
     assert [row["outcome"] for row in result.drills] == [ERROR, ERROR, BROKEN, PASS]
     assert result.drills[0]["message"] == "blew up"
     assert log == [
-        "open", "kill-rank", "close", "open", "kill-holder", "close", "open", "kill-controller", "corrupt-chunk",
+        "open",
+        "kill-rank",
         "close",
-    ]  # fmt: skip
+        "open",
+        "kill-holder",
+        "close",
+        "open",
+        "kill-controller",
+        "corrupt-chunk",
+        "close",
+    ]
     found = record(STANDARD, 7, result, nbytes=1)
     assert (found["outcome"], found["counts"]) == (BROKEN, {PASS: 1, BROKEN: 1, ERROR: 2})
 

@@ -38,9 +38,10 @@ SHARD = WireShard("train", 1, 2, 0)
 CHUNKS = [bytes([i]) * CHUNK_BYTES for i in range(COUNT)]
 OFFER = Offer(shard=SHARD, digest=None, attempt=1, sender="z", chunks_count=COUNT)
 BATCH = ChunkBatch(
-    shard=SHARD, sender="z",
+    shard=SHARD,
+    sender="z",
     chunks=tuple(OfferedChunk(i, chunk_digest(chunk), CHUNK_BYTES) for i, chunk in enumerate(CHUNKS)),
-)  # fmt: skip
+)
 
 
 def run(*sizes: Any) -> ChunkRun:
@@ -51,10 +52,13 @@ def run(*sizes: Any) -> ChunkRun:
 def stranger(holder: Holder) -> Channel:
     """Connect as the holder of a host that the store does not know, with its secret."""
     return connect_tcp(
-        holder.state.info.endpoints[0].address, holder.state.info.endpoints[0].port,
-        secret=holder.secret, store=holder.config.store,
-        identity=HolderIdentity(host="z", incarnation=1), timeout_s=5,
-    )  # fmt: skip
+        holder.state.info.endpoints[0].address,
+        holder.state.info.endpoints[0].port,
+        secret=holder.secret,
+        store=holder.config.store,
+        identity=HolderIdentity(host="z", incarnation=1),
+        timeout_s=5,
+    )
 
 
 def ask_for_all(channel: Channel) -> None:

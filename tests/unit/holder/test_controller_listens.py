@@ -28,9 +28,18 @@ WAIT_S = 60.0
 def inventory(incarnation: int) -> HostInventory:
     """Return that of a host that holds nothing."""
     return HostInventory(
-        incarnation=incarnation, endpoints=(Endpoint("10.0.0.1", 7000),), machine="m", is_explicit=False, labels={},
-        limit_bytes=1, copies=(), journal=(), ranks=(), up_s=0.0, idle_s=0.0,
-    )  # fmt: skip
+        incarnation=incarnation,
+        endpoints=(Endpoint("10.0.0.1", 7000),),
+        machine="m",
+        is_explicit=False,
+        labels={},
+        limit_bytes=1,
+        copies=(),
+        journal=(),
+        ranks=(),
+        up_s=0.0,
+        idle_s=0.0,
+    )
 
 
 def test_a_beat_that_waits_behind_a_long_event_is_received_before_the_next_tick(tmp_path: Path) -> None:

@@ -21,14 +21,7 @@ from memstore.core.journal.records import place_of_record
 from memstore.core.wire.calls import Called
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import ControllerIdentity
-from memstore.core.wire.orders import (
-    Order,
-    PushTargets,
-    Reserve,
-    TermNumber,
-    VerifyCopies,
-    WriteJournal,
-)
+from memstore.core.wire.orders import Order, PushTargets, Reserve, TermNumber, VerifyCopies, WriteJournal
 from memstore.core.wire.reports import (
     CopiesVerified,
     FactsWritten,
@@ -76,10 +69,13 @@ def dial(holder: Holder) -> Iterator[Dial]:
 
     def connect(term: int) -> Channel:
         channel = connect_tcp(
-            holder.state.info.endpoints[0].address, holder.state.info.endpoints[0].port,
-            secret=SECRET, store=holder.config.store,
-            identity=ControllerIdentity(term=term), timeout_s=WAIT_S,
-        )  # fmt: skip
+            holder.state.info.endpoints[0].address,
+            holder.state.info.endpoints[0].port,
+            secret=SECRET,
+            store=holder.config.store,
+            identity=ControllerIdentity(term=term),
+            timeout_s=WAIT_S,
+        )
         made.append(channel)
         return channel
 
@@ -336,10 +332,17 @@ def test_a_controller_that_comes_before_the_port_is_known_gets_no_inventory(hold
     """It would record a host that is nowhere; it comes again, and is greeted (R16)."""
     here = holder.state.info
     holder.state.info = replace(here, endpoints=())
-    with connect_tcp(
-        here.endpoints[0].address, here.endpoints[0].port, secret=SECRET, store=holder.config.store,
-        identity=ControllerIdentity(term=2), timeout_s=WAIT_S,
-    ) as early, pytest.raises(PeerUnreachable):  # fmt: skip
+    with (
+        connect_tcp(
+            here.endpoints[0].address,
+            here.endpoints[0].port,
+            secret=SECRET,
+            store=holder.config.store,
+            identity=ControllerIdentity(term=2),
+            timeout_s=WAIT_S,
+        ) as early,
+        pytest.raises(PeerUnreachable),
+    ):
         received(early)
     holder.state.info = here
     greeting = received(dial(3))

@@ -70,10 +70,18 @@ def rot(holder: Holder, stored: StoredReplica, index: int) -> None:
 def order(stored: StoredReplica, *, holders: Sequence[str] = ("a",), source: str = "a", number: int = 1) -> Bring:
     """Stage a shard whole for a get of all ranks, from one host."""
     return Bring(
-        read=number, job="train", shard=WireShard.of(stored.shard), spec=WireSpec.of(stored.spec), chunks=None,
-        attempt=2, holders=tuple(holders), runs=(Run("peer", source, 0, len(stored.slots)),), durable=None, reader="",
+        read=number,
+        job="train",
+        shard=WireShard.of(stored.shard),
+        spec=WireSpec.of(stored.spec),
+        chunks=None,
+        attempt=2,
+        holders=tuple(holders),
+        runs=(Run("peer", source, 0, len(stored.slots)),),
+        durable=None,
+        reader="",
         use="get",
-    )  # fmt: skip
+    )
 
 
 def staged(holder: Holder, wanted: Bring) -> dict[str, list[int]]:

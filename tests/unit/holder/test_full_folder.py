@@ -52,9 +52,13 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
 def holder(small_tmpfs: Path) -> Iterator[Holder]:
     """A holder that beats twice a second, and whose peers are never lost."""
     config = Config(
-        store=scratch_store_name(), arena_dir=str(small_tmpfs), arena_bytes=1 << 20, chunk_bytes=64 << 10,
-        interface="127.0.0.1", detect=600.0,
-    )  # fmt: skip
+        store=scratch_store_name(),
+        arena_dir=str(small_tmpfs),
+        arena_bytes=1 << 20,
+        chunk_bytes=64 << 10,
+        interface="127.0.0.1",
+        detect=600.0,
+    )
     made = Holder(HostIdentity("a", read_boot_id(), True, {}), config, secret=SECRET, arena_limit_bytes=1 << 20)
     yield made
     made.close()
@@ -72,10 +76,13 @@ def full(holder: Holder, small_tmpfs: Path) -> Iterator[FullFileSystem]:
 def dial(holder: Holder, term: int) -> Channel:
     """Connect as the controller of a term."""
     return connect_tcp(
-        holder.state.info.endpoints[0].address, holder.state.info.endpoints[0].port,
-        secret=SECRET, store=holder.config.store,
-        identity=ControllerIdentity(term=term), timeout_s=WAIT_S,
-    )  # fmt: skip
+        holder.state.info.endpoints[0].address,
+        holder.state.info.endpoints[0].port,
+        secret=SECRET,
+        store=holder.config.store,
+        identity=ControllerIdentity(term=term),
+        timeout_s=WAIT_S,
+    )
 
 
 def received(channel: Channel, kind: type[M], timeout_s: float = WAIT_S) -> M:

@@ -130,9 +130,14 @@ def sealed(site: Site) -> Callable[..., list[int]]:
         slots = replicas.take_slots(1)
         replicas.arena.view(slots[0], CHUNK_BYTES)[:] = bytes([fill]) * CHUNK_BYTES
         stored = replicas.seal_local(
-            ShardId("train", 1, step, 0), world_size=1, layout=b"", nbytes=CHUNK_BYTES, slots=slots, attempt=1,
+            ShardId("train", 1, step, 0),
+            world_size=1,
+            layout=b"",
+            nbytes=CHUNK_BYTES,
+            slots=slots,
+            attempt=1,
             given=[chunk_digest(bytes([7]) * CHUNK_BYTES)] if given else None,
-        )  # fmt: skip
+        )
         return [number for number in stored.slots if number is not None]
 
     return seal

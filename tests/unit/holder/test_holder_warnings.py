@@ -18,9 +18,12 @@ def started(folder: Path) -> Holder:
     """A holder of host h1, whose limit has a warning of its own."""
     config = Config(store="t-warnings", arena_dir=str(folder), chunk_bytes=64 << 10, interface="127.0.0.1")
     return Holder(
-        HostIdentity("h1", read_boot_id(), True, {}), config, secret=b"s" * 32, arena_limit_bytes=1 << 20,
+        HostIdentity("h1", read_boot_id(), True, {}),
+        config,
+        secret=b"s" * 32,
+        arena_limit_bytes=1 << 20,
         limit_words=("arena_bytes", "it is small"),
-    )  # fmt: skip
+    )
 
 
 def test_a_helper_that_was_not_built_and_a_damaged_table_are_said_with_the_remedy(

@@ -66,9 +66,14 @@ class Gate:
     def _seal(self) -> None:
         try:
             self.holder.replicas.seal_local(
-                SHARD, world_size=1, layout=b"", nbytes=len(self.slots) * CHUNK_BYTES, slots=self.slots, attempt=1,
+                SHARD,
+                world_size=1,
+                layout=b"",
+                nbytes=len(self.slots) * CHUNK_BYTES,
+                slots=self.slots,
+                attempt=1,
                 follower=self.fresh,
-            )  # fmt: skip
+            )
         except Exception as exc:
             self.fresh.fail(str(exc))
 

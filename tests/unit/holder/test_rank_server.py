@@ -92,9 +92,12 @@ class Site:
 
     def __init__(self) -> None:
         self.config = Config(
-            store=scratch_store_name(), arena_bytes=8 << 20, chunk_bytes=CHUNK_BYTES, interface="127.0.0.1",
+            store=scratch_store_name(),
+            arena_bytes=8 << 20,
+            chunk_bytes=CHUNK_BYTES,
+            interface="127.0.0.1",
             scrub_bytes_per_s=0,
-        )  # fmt: skip
+        )
         self.relayed: list[int] = []
         self.gone: list[str] = []
         self.holder = self.begin(64)

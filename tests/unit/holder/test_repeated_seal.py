@@ -24,7 +24,7 @@ def test_a_seal_that_comes_again_finds_the_copy() -> None:
             a.replicas.arena.view(slot, CHUNK_BYTES)[:] = bytes([number + 1]) * CHUNK_BYTES
         stored = a.replicas.seal_local(
             SHARD, world_size=1, layout=b"", nbytes=COUNT * CHUNK_BYTES, slots=slots, attempt=1
-        )  # fmt: skip
+        )
         seal = Seal(shard=WireShard.of(SHARD), sender="a", manifest=a.replicas.manifest(stored))
         peer = a.context.peers.peer("b")
         assert isinstance(peer.call(seal), Refused)

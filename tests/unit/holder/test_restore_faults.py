@@ -23,13 +23,7 @@ from memstore.core.holder.reads import bring, fetch, ready
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.codec import Request
 from memstore.core.wire.ids import WireShard, WireSpec
-from memstore.core.wire.orders import (
-    Bring,
-    FreeCopies,
-    Run,
-    StepLevel,
-    TermNumber,
-)
+from memstore.core.wire.orders import Bring, FreeCopies, Run, StepLevel, TermNumber
 from memstore.core.wire.peer_messages import FetchManifest, Verify
 from memstore.core.wire.reports import Brought, Freed, HolderMessage, Report, Sealed
 from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
@@ -85,9 +79,18 @@ def reports_of(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> Reports:
 def order(stored: StoredReplica) -> Bring:
     """Bring the whole shard from host a, for a get of all ranks."""
     return Bring(
-        read=1, job="train", shard=WireShard.of(stored.shard), spec=WireSpec.of(stored.spec), chunks=None, attempt=2,
-        holders=("a",), runs=(Run("peer", "a", 0, 4),), durable=None, reader="", use="get",
-    )  # fmt: skip
+        read=1,
+        job="train",
+        shard=WireShard.of(stored.shard),
+        spec=WireSpec.of(stored.spec),
+        chunks=None,
+        attempt=2,
+        holders=("a",),
+        runs=(Run("peer", "a", 0, 4),),
+        durable=None,
+        reader="",
+        use="get",
+    )
 
 
 def brought(holder: Holder, order: Bring) -> dict[str, list[int]]:

@@ -74,10 +74,18 @@ def order(
 ) -> Bring:
     """Stage some chunks from host a, as the controller would order it."""
     return Bring(
-        read=number, job="train", shard=WireShard.of(stored.shard), spec=WireSpec.of(stored.spec), attempt=2,
-        runs=(run,), durable=None, holders=tuple(holders), chunks=tuple(ChunkRange(*each) for each in chunks),
-        reader="", use="repair",
-    )  # fmt: skip
+        read=number,
+        job="train",
+        shard=WireShard.of(stored.shard),
+        spec=WireSpec.of(stored.spec),
+        attempt=2,
+        runs=(run,),
+        durable=None,
+        holders=tuple(holders),
+        chunks=tuple(ChunkRange(*each) for each in chunks),
+        reader="",
+        use="repair",
+    )
 
 
 def stage(holder: Holder, order: Bring) -> dict[str, list[int]]:
@@ -417,9 +425,16 @@ def test_slots_are_read_in_the_arena_that_is_there_when_they_are_named(
         [number] = reader.link.calls
         reader.link.leases.take_arena(RankMapping(a.folder, a.replicas.arena_identity), [])
         placed = ShardPlaced(
-            step=2, attempt=1, verdict="peer", why="", report=None, manifest=a.replicas.manifest(stored),
-            slots=(old, new, *[None] * 6), elsewhere=(), pin=1,
-        )  # fmt: skip
+            step=2,
+            attempt=1,
+            verdict="peer",
+            why="",
+            report=None,
+            manifest=a.replicas.manifest(stored),
+            slots=(old, new, *[None] * 6),
+            elsewhere=(),
+            pin=1,
+        )
         reader.link.take_event(CallAnswered(id=number, reply=encode(placed)))
         found = [(index, bytes(view)) for index, view in read.take([0, 1, 2])]
         assert found == [(0, b""), (1, b"\2" * CHUNK_BYTES), (2, b"")]

@@ -42,9 +42,16 @@ class Asked:
 def placed(manifest: bytes, step: int) -> ShardPlaced:
     """An answer that says it is of a step."""
     return ShardPlaced(
-        step=step, attempt=1, verdict="local", why="", report=None, manifest=manifest, slots=(0,) * 4, elsewhere=(),
+        step=step,
+        attempt=1,
+        verdict="local",
+        why="",
+        report=None,
+        manifest=manifest,
+        slots=(0,) * 4,
+        elsewhere=(),
         pin=1,
-    )  # fmt: skip
+    )
 
 
 def put(step: int) -> bytes:

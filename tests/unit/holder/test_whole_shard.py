@@ -156,14 +156,16 @@ def test_a_request_that_contradicts_its_bytes_stores_nothing(pair: tuple[Holder,
     named = dataclasses.replace(SHARD, rank=1) if nonsense == "other shard" else SHARD
     sender = "elsewhere" if nonsense == "another's name" else "x"
     sent = {"short": data[:50], "long": data + b"\1"}.get(nonsense, data)
-    request = WholeShard(
-        shard=WireShard.of(named), sender=sender, attempt=1, manifest=encode_manifest(manifest)
-    )  # fmt: skip
+    request = WholeShard(shard=WireShard.of(named), sender=sender, attempt=1, manifest=encode_manifest(manifest))
     address, port = b.listeners[0].address[:2]
     channel = connect_tcp(
-        str(address), int(port), secret=b.secret, store=b.config.store,
-        identity=HolderIdentity(host="x", incarnation=1), timeout_s=5.0,
-    )  # fmt: skip
+        str(address),
+        int(port),
+        secret=b.secret,
+        store=b.config.store,
+        identity=HolderIdentity(host="x", incarnation=1),
+        timeout_s=5.0,
+    )
     with channel, contextlib.suppress(MemstoreError):
         frame = channel.request(request, [memoryview(sent)], timeout_s=5.0)
         assert isinstance(decode_reply(request, frame.data), Refused)

@@ -69,9 +69,18 @@ def rank(
     """Return a rank's way to a meeting of two."""
     port = server.port if proxy is None else proxy.port
     place = MeetingPlace(
-        address="127.0.0.1", port=port, run="run", rank=number, life=life, first=0, world_size=2, launcher="launcher",
-        backend="gloo", collective_timeout_s=60.0, meet_s=meet_s,
-    )  # fmt: skip
+        address="127.0.0.1",
+        port=port,
+        run="run",
+        rank=number,
+        life=life,
+        first=0,
+        world_size=2,
+        launcher="launcher",
+        backend="gloo",
+        collective_timeout_s=60.0,
+        meet_s=meet_s,
+    )
     return Meeting(place)
 
 
@@ -323,7 +332,7 @@ def test_a_meeting_that_fails_names_the_ranks_that_have_not_come(came: set[int])
     RankMembership(board, 100).begin(0)
     comings = [
         Coming(board, rank=rank, life=NONE, world_size=100, after=NONE, meet_s=60.0, now=0.0) for rank in sorted(came)
-    ]  # fmt: skip
+    ]
     assert [coming.look(1.0) for coming in comings] == [None] * len(came)
     with pytest.raises(GatherTimeout) as caught:
         comings[0].look(61.0)

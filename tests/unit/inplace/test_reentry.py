@@ -38,9 +38,18 @@ def server() -> Iterator[MeetingServer]:
 
 def place(server: MeetingServer, rank: int, world_size: int, *, meet_s: float = WAIT_S) -> MeetingPlace:
     return MeetingPlace(
-        address="127.0.0.1", port=server.port, run="run", rank=rank, life=server.register(rank), first=0,
-        world_size=world_size, launcher="launcher", backend="gloo", collective_timeout_s=600.0, meet_s=meet_s,
-    )  # fmt: skip
+        address="127.0.0.1",
+        port=server.port,
+        run="run",
+        rank=rank,
+        life=server.register(rank),
+        first=0,
+        world_size=world_size,
+        launcher="launcher",
+        backend="gloo",
+        collective_timeout_s=600.0,
+        meet_s=meet_s,
+    )
 
 
 @pytest.fixture

@@ -246,9 +246,7 @@ def hooked_ddp() -> torch.nn.Module:
 def mixed_ddp() -> torch.nn.Module:
     model = torch.nn.Linear(2, 2)
     named = [("weight", model.weight)]
-    return DistributedDataParallel(
-        model, delay_all_reduce_named_params=named, param_to_hook_all_reduce=model.bias
-    )  # fmt: skip
+    return DistributedDataParallel(model, delay_all_reduce_named_params=named, param_to_hook_all_reduce=model.bias)
 
 
 WHY_NOT: dict[str, tuple[Build, int | None, str]] = {
@@ -259,7 +257,7 @@ WHY_NOT: dict[str, tuple[Build, int | None, str]] = {
     "hook": (hooked_ddp, 3, "a communication hook of a DistributedDataParallel keeps a process group"),
     "wrapped once": (mixed_ddp, 3, "delay_all_reduce_named_params, param_to_hook_all_reduce cannot be wrapped again"),
     "no module": (lambda: "model", 3, "the build returned a str, in which there is no module"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WHY_NOT)

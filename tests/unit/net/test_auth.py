@@ -55,10 +55,7 @@ def shake(pair: tuple[Channel, Channel], aside: Callable[..., Future[Any]], **th
     """Run both sides of a handshake and return result or error of client and server."""
     server = {"secret": SECRET, "store": "default", "identity": HOLDER, "timeout_s": 5.0}
     client = {**server, "identity": PROBE, **theirs}
-    outcomes = [
-        aside(auth.authenticate_client, pair[0], **client),
-        aside(auth.authenticate_server, pair[1], **server),
-    ]
+    outcomes = [aside(auth.authenticate_client, pair[0], **client), aside(auth.authenticate_server, pair[1], **server)]
     return tuple(outcome.exception(10) or outcome.result() for outcome in outcomes)  # type: ignore[return-value]
 
 

@@ -24,9 +24,10 @@ from memstore.testing.clusters.processes import wait_for
 
 WITHOUT = pytest.param(None, id="python")
 WITH = pytest.param(
-    extension.built, id="native",
+    extension.built,
+    id="native",
     marks=pytest.mark.skipif(not extension.is_there(), reason="the native helper is not built, or is turned off"),
-)  # fmt: skip
+)
 SIZES = [1, 4096, 300_000, 3 << 20, 17, 5 << 20]
 
 

@@ -35,7 +35,7 @@ def listening(who: HolderIdentity = OTHER) -> Iterator[Endpoint]:
     over = threading.Event()
     with Listener.tcp(
         "127.0.0.1", 0, secret=SECRET, store="s", identity=lambda: who, on_channel=lambda channel, _: over.wait(30.0)
-    ) as listener:  # fmt: skip
+    ) as listener:
         try:
             yield Endpoint(*listener.address)
         finally:
@@ -49,9 +49,7 @@ def refusing() -> Endpoint:
 
 
 def connect(endpoint: Endpoint) -> Channel:
-    return connect_tcp(
-        endpoint.address, endpoint.port, secret=SECRET, store="s", identity=ME, timeout_s=10.0, host="b"
-    )  # fmt: skip
+    return connect_tcp(endpoint.address, endpoint.port, secret=SECRET, store="s", identity=ME, timeout_s=10.0, host="b")
 
 
 def endpoint_of(channel: Channel) -> Endpoint:

@@ -20,8 +20,11 @@ def test_coarsest_level_with_enough_labelled_values_is_chosen() -> None:
         {"zone": "a", "rack": "1"}, {"zone": "a", "rack": "2"}, {"zone": "b", "rack": "3"}, {"zone": "b", "rack": "3"}
     )
     assert [(spread_level(topology, m).level, spread_level(topology, m).domains_count) for m in (1, 2, 3, 4)] == [
-        ("zone", 2), ("zone", 2), ("rack", 3), ("host", 4),
-    ]  # fmt: skip
+        ("zone", 2),
+        ("zone", 2),
+        ("rack", 3),
+        ("host", 4),
+    ]
 
 
 def test_unlabelled_hosts_never_count_as_a_labelled_value() -> None:

@@ -198,9 +198,12 @@ def test_order_of_hosts_does_not_matter(sizes: list[int], replicas: int, seed: i
 
 @pytest.mark.parametrize(
     ("keywords", "message"),
-    [({"replicas": 0}, "replicas is 0"), ({"replicas": 1, "strategy": "star"}, "'star'"),
-     ({"replicas": 1, "demand_bytes": {"r0-0": -1}}, "negative for 1 hosts: r0-0")],
-)  # fmt: skip
+    [
+        ({"replicas": 0}, "replicas is 0"),
+        ({"replicas": 1, "strategy": "star"}, "'star'"),
+        ({"replicas": 1, "demand_bytes": {"r0-0": -1}}, "negative for 1 hosts: r0-0"),
+    ],
+)
 def test_nonsense_is_refused_by_name(keywords: dict[str, object], message: str) -> None:
     """ValueError names the value; an empty topology is one too."""
     with pytest.raises(ValueError, match=message):
@@ -243,7 +246,7 @@ def test_one_is_the_ordinary_placement() -> None:
 
 @given(
     hosts_count=st.integers(1, 24), racks_count=st.integers(1, 6), replicas=st.integers(1, 4), scatter=st.integers(1, 4)
-)  # fmt: skip
+)
 def test_each_keeps_what_one_promises(hosts_count: int, racks_count: int, replicas: int, scatter: int) -> None:
     """As many copies, no more of them unmet, and no host takes more of others'."""
     topology = racks(hosts_count, racks_count)
@@ -379,8 +382,10 @@ def test_result_is_as_separated_as_a_fresh_placement_and_balanced(seed: int, str
     hosts = [_host(f"h{at}", rng.randrange(racks_count)) for at in range(rng.randint(1, 20))]
     old = place(Topology.of(hosts, ("rack",)), replicas=2, strategy=strategy)  # type: ignore[arg-type]
     for turn in range(5):
-        hosts = [Host(f"{h.host_id}.{turn}" if h.host_id.startswith("new") else h.host_id, h.labels, h.machine)
-                 for h in _changed(rng, hosts, racks_count, 20)]  # fmt: skip
+        hosts = [
+            Host(f"{h.host_id}.{turn}" if h.host_id.startswith("new") else h.host_id, h.labels, h.machine)
+            for h in _changed(rng, hosts, racks_count, 20)
+        ]
         topology = Topology.of(hosts, ("rack",))
         replicas = rng.choice((2, 2, 3))
         result = rebalance(old, topology, replicas=replicas, strategy=strategy)  # type: ignore[arg-type]

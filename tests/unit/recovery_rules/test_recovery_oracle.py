@@ -6,18 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from recovery import (
-    CommitFact,
-    Copy,
-    DurableMarker,
-    Inventory,
-    ShardId,
-    ShardSpec,
-    Span,
-    StepId,
-    relaunch,
-    what_if,
-)
+from recovery import CommitFact, Copy, DurableMarker, Inventory, ShardId, ShardSpec, Span, StepId, relaunch, what_if
 
 JOB = "job"
 SPANS = (Span(1, None),)

@@ -12,13 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from memstore.errors import (
-    CapacityError,
-    ConfigError,
-    IntegrityError,
-    MemstoreError,
-    TransportError,
-)
+from memstore.errors import CapacityError, ConfigError, IntegrityError, MemstoreError, TransportError
 from memstore.shell.durable import objects
 from memstore.shell.durable.codec import Codec
 from memstore.shell.durable.directory import DirectoryFiles
@@ -316,9 +310,7 @@ def test_everything_is_synced_before_it_is_named(tier: PartsTier, monkeypatch: p
     write_step(tier, 1, ranks=1)
     first, second = names_of(shard_of(1))
     made = ["folder"] * 3
-    assert calls == [
-        *made, "file", first, "folder", *made, "file", second, "folder", *made, "file", "marker", "folder"
-    ]  # fmt: skip
+    assert calls == [*made, "file", first, "folder", *made, "file", second, "folder", *made, "file", "marker", "folder"]
 
 
 def test_marker_goes_first_and_durably(tier: PartsTier, monkeypatch: pytest.MonkeyPatch) -> None:

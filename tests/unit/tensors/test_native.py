@@ -240,9 +240,13 @@ def test_the_environment_turns_it_off() -> None:
     """A person who suspects it can do without, for one run."""
     program = "from memstore.shell.native import extension; print(extension.is_there())"
     found = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, "MEMSTORE_NATIVE": "0"}, capture_output=True, text=True,
-        check=True, timeout=60,
-    )  # fmt: skip
+        [sys.executable, "-c", program],
+        env={**os.environ, "MEMSTORE_NATIVE": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     assert found.stdout.strip() == "False"
 
 

@@ -143,9 +143,15 @@ def test_an_error_of_the_work_is_no_error_of_the_wait() -> None:
 def peer_of_one_stream() -> PeerClient:
     """Return the client of a host that nothing has to answer for."""
     return PeerClient(
-        "h2", [Endpoint("127.0.0.1", 1)], secret=b"s", store="s", identity=HolderIdentity(host="h1", incarnation=1),
-        streams=1, damage=Damage(), pacing=Pacing(0, 0, 4 << 20),
-    )  # fmt: skip
+        "h2",
+        [Endpoint("127.0.0.1", 1)],
+        secret=b"s",
+        store="s",
+        identity=HolderIdentity(host="h1", incarnation=1),
+        streams=1,
+        damage=Damage(),
+        pacing=Pacing(0, 0, 4 << 20),
+    )
 
 
 def test_a_push_to_a_peer_that_goes_ends() -> None:

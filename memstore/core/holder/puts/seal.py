@@ -114,10 +114,15 @@ async def _stored(
     if is_mine and (known is not None or is_refused):
         store.give_back(slots)
     if is_refused:
-        return None, False, (
-            f"attempt {put.fence} was opened" if is_old
-            else "the rank no longer had the lease of these slots (has this host's holder restarted?)"
-        )  # fmt: skip
+        return (
+            None,
+            False,
+            (
+                f"attempt {put.fence} was opened"
+                if is_old
+                else "the rank no longer had the lease of these slots (has this host's holder restarted?)"
+            ),
+        )
     if known is not None:
         return known, (await push.replicate(io, state, shard, known.spec.digest)), ""
     why = await _not_seen(io, state, shard, ready)

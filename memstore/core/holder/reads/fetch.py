@@ -118,10 +118,10 @@ async def _manifest_of(io: HolderIo, order: Bring, source: str) -> bytes:
     data = found.manifest
     if shard_digest(data) != digest:
         raise DigestMismatch(
-            f"the manifest of {shard} from host {source} has digest {shard_digest(data)}, "
-            f"expected {digest}",
-            shard=str(shard), holder=source,
-        )  # fmt: skip
+            f"the manifest of {shard} from host {source} has digest {shard_digest(data)}, expected {digest}",
+            shard=str(shard),
+            holder=source,
+        )
     return data
 
 
@@ -172,9 +172,14 @@ async def chunks(
 
 
 async def from_all(
-    io: HolderIo, state: HolderState, order: Bring, asked: Chunks, is_done: Callable[[int], bool], ask: Ask,
+    io: HolderIo,
+    state: HolderState,
+    order: Bring,
+    asked: Chunks,
+    is_done: Callable[[int], bool],
+    ask: Ask,
     until_s: float,
-) -> tuple[Chunks, list[str]]:  # fmt: skip
+) -> tuple[Chunks, list[str]]:
     """Ask all sources at once, as `from_planned` does; return what they say they lack, and other problems."""
     work = [from_planned(io, state, order, source, asked[source], is_done, ask, until_s) for source in asked]
     ends = await io.together(work)

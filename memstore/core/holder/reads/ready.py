@@ -64,9 +64,16 @@ async def place(io: HolderIo, state: HolderState, link: Link, reply: ShardReady)
     elsewhere = await sources_of(io, ready)
     pin = hold(state, link, partial(release, state, reply.read))
     return ShardPlaced(
-        step=reply.step, attempt=reply.attempt, verdict=reply.verdict, why=reply.why, report=reply.report,
-        manifest=ready.manifest, slots=tuple(ready.replica.slots), elsewhere=elsewhere, pin=pin,
-    )  # fmt: skip
+        step=reply.step,
+        attempt=reply.attempt,
+        verdict=reply.verdict,
+        why=reply.why,
+        report=reply.report,
+        manifest=ready.manifest,
+        slots=tuple(ready.replica.slots),
+        elsewhere=elsewhere,
+        pin=pin,
+    )
 
 
 async def sources_of(io: HolderIo, ready: Ready) -> tuple[ChunksElsewhere, ...]:

@@ -42,7 +42,7 @@ class DropCheck:
                 if len(left) < self.world.scenario.replicas:
                     raise Violation(
                         "R19", f"{host} is to drop {shard}, the newest committed; whole elsewhere, as it knows: {left}"
-                    )  # fmt: skip
+                    )
 
     def _look_at_leases(self, controller: AnyController, host: str, shards: list[ShardId]) -> None:
         """Look for a step that the controller drops before it has ended its lease; repair may drop surplus copies."""

@@ -13,9 +13,12 @@ def look_at_the_end(world: World, redundancy: Redundancy) -> None:
     if controller is None:
         raise Violation("I16", "no controller serves at the end")
     known = {
-        (copy.shard, host, copy.missing) for job in controller.machine.jobs.values()
-        for ranks in job.copies.values() for hosts in ranks.values() for host, copy in hosts.items()
-    }  # fmt: skip
+        (copy.shard, host, copy.missing)
+        for job in controller.machine.jobs.values()
+        for ranks in job.copies.values()
+        for hosts in ranks.values()
+        for host, copy in hosts.items()
+    }
     held = {(c.shard, h, c.missing) for h, holder in world.holders.items() for c in holder.copies()}
     if known != held:
         only_held, only_known = sorted(map(str, held - known))[:3], sorted(map(str, known - held))[:3]

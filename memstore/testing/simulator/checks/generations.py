@@ -84,9 +84,10 @@ class Generations:
     def _step_of(self, store: InPlaceStore, read: list[bytes]) -> StepId | None:
         """Return the newest step as which this rank has put these bytes."""
         steps = [
-            StepId(shard.attempt, shard.step) for shard, puts in self.observed.contents.items()
+            StepId(shard.attempt, shard.step)
+            for shard, puts in self.observed.contents.items()
             if shard.rank == store.rank and read in puts
-        ]  # fmt: skip
+        ]
         return max(steps, default=None)
 
     def puts(self, store: InPlaceStore, step: int) -> None:

@@ -16,6 +16,7 @@ def look_at_leases(world: World, holder: AnyHolder) -> None:
                 slot = holder.replicas.table.slots[number]
                 if slot.state is not SlotState.LEASED or slot.owner != rank.owner:
                     raise Violation(
-                        "R8", f"rank {rank.rank} may write slot {number} of {holder.host_id}, "
-                        f"which is {slot.state.name} of {slot.owner}"
-                    )  # fmt: skip
+                        "R8",
+                        f"rank {rank.rank} may write slot {number} of {holder.host_id}, "
+                        f"which is {slot.state.name} of {slot.owner}",
+                    )

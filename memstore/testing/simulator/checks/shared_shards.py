@@ -192,9 +192,14 @@ class SharedShardCheck:
     # -- what is got ----------------------------------------------------------------------------
 
     def loaded(
-        self, rank: SharingRank, step: StepId, where: StepId, found: SharedShardLayout, shared: list[bytes],
+        self,
+        rank: SharingRank,
+        step: StepId,
+        where: StepId,
+        found: SharedShardLayout,
+        shared: list[bytes],
         own: list[bytes] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Look at both parts that a rank has restored.
 
         Both are of the step that the round gave: the own part of the rank's own shard, the shared part as some writer

@@ -30,13 +30,7 @@ from memstore.core.holder.state import HolderState, Limits, SubmittedPut
 from memstore.core.wire import calls, reports
 from memstore.core.wire.calls import Called
 from memstore.core.wire.messages import Event, HostInfo, Received
-from memstore.core.wire.orders import (
-    EchoClock,
-    HostNews,
-    Order,
-    TakeIncarnation,
-    WriteJournal,
-)
+from memstore.core.wire.orders import EchoClock, HostNews, Order, TakeIncarnation, WriteJournal
 from memstore.core.wire.rank_messages import PutReady
 from memstore.core.wire.reports import FactsWritten
 from memstore.shell.holder.pending_calls import Calls
@@ -48,13 +42,7 @@ from memstore.testing.simulator.host.context import HostWorld
 from memstore.testing.simulator.host.rank_link import RankLink, hello_of, open_link
 from memstore.testing.simulator.host.shared_shards import SharedShardHolder, SimSharedShards
 from memstore.testing.simulator.host.virtual_io import VirtualIo, finish
-from memstore.testing.simulator.world.memory import (
-    MachineClock,
-    Memory,
-    MemoryArena,
-    MemoryJournal,
-    MemoryManifests,
-)
+from memstore.testing.simulator.world.memory import MachineClock, Memory, MemoryArena, MemoryJournal, MemoryManifests
 from memstore.testing.simulator.world.processes import AnyRank, AnySession
 from memstore.testing.simulator.world.virtual_time import Thread, Wait
 from recovery.inventory import Copy, ShardId
@@ -84,26 +72,39 @@ class SimHolder:
         )
         memory.is_cut, memory.crash_in = False, None
         self.replicas: Store = ReplicaStore(
-            MemoryArena(memory, SLOTS_MAX), MemoryManifests(memory), chunk_bytes=memory.chunk_bytes,
-            limit=Limit(SLOTS_MAX * memory.chunk_bytes), clock=MachineClock(memory, lambda: world.now),
-            is_alive=world.is_alive, lock=contextlib.nullcontext(), room_lock=contextlib.nullcontext(),
-        )  # fmt: skip
+            MemoryArena(memory, SLOTS_MAX),
+            MemoryManifests(memory),
+            chunk_bytes=memory.chunk_bytes,
+            limit=Limit(SLOTS_MAX * memory.chunk_bytes),
+            clock=MachineClock(memory, lambda: world.now),
+            is_alive=world.is_alive,
+            lock=contextlib.nullcontext(),
+            room_lock=contextlib.nullcontext(),
+        )
         self.peer_server = PeerServer(
-            self.replicas, self.host_id, is_fenced=self.fences.is_fenced, on_sealed=self._copy_sealed,
-        )  # fmt: skip
+            self.replicas, self.host_id, is_fenced=self.fences.is_fenced, on_sealed=self._copy_sealed
+        )
         self.shared_shards = SimSharedShards(self, world, checker.shared_shards)
         self.scrubber = Scrubber(self)  # type: ignore[arg-type]
         first_pin = random.Random(f"pins {world.scenario.seed} {self.host_id} {info.incarnation}").getrandbits(60)
         self.state = HolderState(
-            info, self.replicas, OutgoingShards(self.replicas).outgoing,
+            info,
+            self.replicas,
+            OutgoingShards(self.replicas).outgoing,
             Limits(
-                world.rules.suspect_after_s, world.rules.dead_after_s,
+                world.rules.suspect_after_s,
+                world.rules.dead_after_s,
                 whole_bytes=WHOLE_BYTES if world.scenario.seed % 2 else 0,  # all its shards are small
-            ), now=lambda: world.now, report=self.report,
-            ask=self.calls.ask_own, is_stopping=lambda: not self.is_up,
+            ),
+            now=lambda: world.now,
+            report=self.report,
+            ask=self.calls.ask_own,
+            is_stopping=lambda: not self.is_up,
             is_alive=lambda owner: world.is_alive(owner.pid, owner.start),
-            pin_numbers=itertools.count(first_pin), fences=self.fences, shared_shards=self.shared_shards,
-        )  # fmt: skip
+            pin_numbers=itertools.count(first_pin),
+            fences=self.fences,
+            shared_shards=self.shared_shards,
+        )
         self.replicas.on_damaged = partial(report_copy, self.state)
         self.io = VirtualIo(self)
         checker.stored_bytes.adopted(self)

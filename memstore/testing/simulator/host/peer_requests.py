@@ -125,7 +125,7 @@ class PeerCall:
 
     def recv_bulk_digests(
         self, chunks: Sequence[Sequence[memoryview]], digests: list[bytes], *, timeout_s: float
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Copy them to where the server wants them; cut off before the last chunk of a request if so drawn."""
         for (view,) in chunks:
             if self.is_cut and len(self._whole) == 1:

@@ -40,6 +40,12 @@ def hello_of(rank: AnyRank, arena: str) -> RankHello:
     """Return what a process says first; `arena`: the one that it has mapped."""
     number, attempt = rank.place
     return RankHello(
-        nonce=rank.nonce, life=rank.owner.link, pid=rank.owner.pid, job=rank.job, rank=number, attempt=attempt,
-        held=tuple(rank.held()), arena=arena,
-    )  # fmt: skip
+        nonce=rank.nonce,
+        life=rank.owner.link,
+        pid=rank.owner.pid,
+        job=rank.job,
+        rank=number,
+        attempt=attempt,
+        held=tuple(rank.held()),
+        arena=arena,
+    )

@@ -74,9 +74,10 @@ class SimSharedShards(HolderSharedShards):
         here_s = self.world.now - self.began_s.get(put, self.world.now)
         if here_s > DIGESTED_S and self.sim.thawed_s < self.world.now - here_s and not self.sim.is_frozen:
             raise Violation(
-                "R34", f"{self.sim.host_id} has had rank {own}'s put of step {shard.step} for {here_s:.2f} s and has "
-                f"not sealed it, and {shard} waits for it: they wait for one another"
-            )  # fmt: skip
+                "R34",
+                f"{self.sim.host_id} has had rank {own}'s put of step {shard.step} for {here_s:.2f} s and has "
+                f"not sealed it, and {shard} waits for it: they wait for one another",
+            )
 
     def travels(self, shard: ShardId, index: int) -> None:
         """A chunk of a new put comes here: not one that this host is digesting for its own rank (R13)."""

@@ -109,9 +109,12 @@ class VirtualIo:
     # -- procedures -----------------------------------------------------------------------------
 
     def start(
-        self, lane: Lane, procedure: Callable[Concatenate[HolderIo, P], Coroutine[Any, Any, None]],
-        *args: P.args, **named: P.kwargs,
-    ) -> None:  # fmt: skip
+        self,
+        lane: Lane,
+        procedure: Callable[Concatenate[HolderIo, P], Coroutine[Any, Any, None]],
+        *args: P.args,
+        **named: P.kwargs,
+    ) -> None:
         """As in HolderIo: a thread of the holder."""
 
         def thread() -> Waits[None]:
@@ -179,9 +182,10 @@ class VirtualIo:
             await _wait(lambda: shipment.has_digests(batch))  # noqa: B023
             offered = zip(batch, shipment.digests(batch), (shipment.sizes[i] for i in batch), strict=True)
             request = ChunkBatch(
-                shard=WireShard.of(shipment.shard), sender=self.holder.host_id,
+                shard=WireShard.of(shipment.shard),
+                sender=self.holder.host_id,
                 chunks=tuple(OfferedChunk(*chunk) for chunk in offered),
-            )  # fmt: skip
+            )
             reply = await _through(cast(PeerLink, peer).ask(request, shipment))
             if isinstance(reply, Refused):
                 raise PeerRefused(reply.why, is_final=reply.is_final)
@@ -260,9 +264,15 @@ class VirtualIo:
         return chunks, None
 
     async def write_slice(
-        self, storage: Storage, shard: ShardId, spec: ShardSpec, number: int, manifest: bytes, chunks: Sequence[bytes],
+        self,
+        storage: Storage,
+        shard: ShardId,
+        spec: ShardSpec,
+        number: int,
+        manifest: bytes,
+        chunks: Sequence[bytes],
         stop: Stop,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """As in HolderIo."""
         await self._travel()
         if stop.is_set:
@@ -334,9 +344,14 @@ class VirtualIo:
         return HostVerified(shards=0, chunks=0, damaged=0, damaged_manifests=0)
 
     async def open_incoming(
-        self, name: str, shard: ShardId, digests: Sequence[bytes], sizes: Sequence[int], attempt: int,
+        self,
+        name: str,
+        shard: ShardId,
+        digests: Sequence[bytes],
+        sizes: Sequence[int],
+        attempt: int,
         chunks: tuple[int, ...] | None = None,
-    ) -> IncomingReplica:  # fmt: skip
+    ) -> IncomingReplica:
         """As in HolderIo."""
         await _wait(FILE_S)
         self.readers.opened_s[name] = self.holder.world.now  # the first of its chunks is verified now
@@ -383,9 +398,15 @@ class VirtualIo:
         if given is not None:
             await _wait(DIGEST_S)
         stored = self.replicas.seal_local(
-            shard, world_size=ready.terms.world_size, layout=ready.layout, nbytes=ready.nbytes, slots=ready.slots,
-            attempt=shard.attempt, given=given, follower=Digested(streaming),
-        )  # fmt: skip
+            shard,
+            world_size=ready.terms.world_size,
+            layout=ready.layout,
+            nbytes=ready.nbytes,
+            slots=ready.slots,
+            attempt=shard.attempt,
+            given=given,
+            follower=Digested(streaming),
+        )
         self.holder.checker.puts.sealed_here(self.holder, shard, stored.digests)
         return stored
 

@@ -52,8 +52,8 @@ async def nothing(*_: Any) -> None:
 
 
 def planted(
-    name: str, breaks: str, caught_by: str, *faults: Fault, at: tuple[Any, str] | None = None, **cluster: Any,
-) -> Callable[[Callable[..., Any]], PlantedBug]:  # fmt: skip
+    name: str, breaks: str, caught_by: str, *faults: Fault, at: tuple[Any, str] | None = None, **cluster: Any
+) -> Callable[[Callable[..., Any]], PlantedBug]:
     """Make a bug of a function: its docstring says what the bug does, `cluster` are fields of the scenario.
 
     With `at`, an owner and the name of its attribute, the function takes that attribute's place, and gets the real one
@@ -70,8 +70,8 @@ def planted(
 
 
 def row(
-    name: str, breaks: str, caught_by: str, at: tuple[Any, str], value: Any, what: str, *faults: Fault, **cluster: Any,
-) -> PlantedBug:  # fmt: skip
+    name: str, breaks: str, caught_by: str, at: tuple[Any, str], value: Any, what: str, *faults: Fault, **cluster: Any
+) -> PlantedBug:
     """Make a bug that sets the attribute `at`, of an owner by its name, to a value."""
     return _bug(name, breaks, caught_by, what, lambda: patch.object(*at, value), faults, cluster)
 
@@ -82,8 +82,7 @@ def _put_before(owner: Any, name: str, function: Callable[..., Any]) -> Abstract
 
 
 def _bug(
-    name: str, breaks: str, caught_by: str, what: str, plant: Plant, faults: tuple[Fault, ...],
-    cluster: dict[str, Any],
-) -> PlantedBug:  # fmt: skip
+    name: str, breaks: str, caught_by: str, what: str, plant: Plant, faults: tuple[Fault, ...], cluster: dict[str, Any]
+) -> PlantedBug:
     scenario = Scenario(**{"seed": 0, "duration_s": SHORT_RUN_S, "faults": faults, **cluster})
     return PlantedBug(name, breaks, tuple(caught_by.split()), what, plant, scenario)

@@ -91,15 +91,28 @@ def one_rack() -> Iterator[None]:
         yield
 
 
-@planted("level-forgotten", "R18", "R18", Fault(4.0, "kill-host", (1,), for_s=6.0), hosts=4, racks=2, world_size=2,
-         at=(ClusterView, "asked_level"))  # fmt: skip
+@planted(
+    "level-forgotten",
+    "R18",
+    "R18",
+    Fault(4.0, "kill-host", (1,), for_s=6.0),
+    hosts=4,
+    racks=2,
+    world_size=2,
+    at=(ClusterView, "asked_level"),
+)
 def level_forgotten(real: Any, self: ClusterView, rank_hosts: Any, replicas: int, before: Any) -> Any:
     """A launch that sits in one rack asks for hosts alone, although the attempt before it asked for racks."""
     return real(self, rank_hosts, replicas, ())
 
 
-@planted("commit-without-a-rank", "R12", "I4 R12", Fault(4.0, "memory-full", (1,), for_s=3.0),
-         at=(StepCommits, "commit_rule"))  # fmt: skip
+@planted(
+    "commit-without-a-rank",
+    "R12",
+    "I4 R12",
+    Fault(4.0, "memory-full", (1,), for_s=3.0),
+    at=(StepCommits, "commit_rule"),
+)
 def commit_without_a_rank(real: Any, self: StepCommits, job: Job, world_size: int, step: StepId) -> Any:
     """A step that one rank skipped is committed with that rank's older shard."""
     ranks = job.copies.get(step, {})
@@ -111,8 +124,7 @@ def commit_without_a_rank(real: Any, self: StepCommits, job: Job, world_size: in
     return real(self, job, world_size, step)
 
 
-@planted("reports-counted-twice", "R18", "I4", Fault(2.0, "double-reports", count=200),
-         at=(StepCommits, "sealed"))  # fmt: skip
+@planted("reports-counted-twice", "R18", "I4", Fault(2.0, "double-reports", count=200), at=(StepCommits, "sealed"))
 def reports_counted_twice(real: Any, self: StepCommits, now: float, copy: Any, put: Any) -> None:
     """A seal that is reported twice counts as two copies."""
     job = self.state.jobs.get(copy.shard.job)
@@ -165,13 +177,21 @@ def everything_freed(real: Any, self: Retention, job: Job) -> None:
 def skip_not_reported() -> Any:
     """The other ranks are not sent a skipped step, and their copies of it fill the memory."""
     return patch.multiple(
-        StepCommits, skip=lambda self, call: self.out.answer(call, Skipped(resume=0)),
-        _give_up_passed=lambda *a: None, _give_up_if_passed=lambda *a: None,
-    )  # fmt: skip
+        StepCommits,
+        skip=lambda self, call: self.out.answer(call, Skipped(resume=0)),
+        _give_up_passed=lambda *a: None,
+        _give_up_if_passed=lambda *a: None,
+    )
 
 
-@planted("damaged-copy-counted", "R29", "R29", Fault(8.0, "flip-at-rest", (0,), count=16), **BETWEEN_STEPS,
-         at=(Repair, "_consider_step"))  # fmt: skip
+@planted(
+    "damaged-copy-counted",
+    "R29",
+    "R29",
+    Fault(8.0, "flip-at-rest", (0,), count=16),
+    **BETWEEN_STEPS,
+    at=(Repair, "_consider_step"),
+)
 def damaged_copy_counted(
     real: Any, self: Repair, now: float, job: Job, attempt: Any, step: StepId, **how: bool
 ) -> None:
@@ -204,8 +224,14 @@ def none_on_history() -> Iterator[None]:
 @planted("older-step-restored", "R24", "I1", Fault(5.0, "kill-rank"), keep_steps=2, at=(rounds, "plan"))
 def older_step_restored(real: Any, inventory: Any, *args: Any, **kwargs: Any) -> Any:
     """The planner chooses the oldest whole step of the lineage."""
-    first = min((c.step for c in inventory.commits if any(StepId(x.shard.attempt, x.shard.step) == c.step
-                                                         for x in inventory.copies)), default=None)  # fmt: skip
+    first = min(
+        (
+            c.step
+            for c in inventory.commits
+            if any(StepId(x.shard.attempt, x.shard.step) == c.step for x in inventory.copies)
+        ),
+        default=None,
+    )
     found = plan(inventory, *args, **{**kwargs, "only_step": first})
     return found if found.step is not None else plan(inventory, *args, **kwargs)
 
@@ -228,14 +254,23 @@ def steps_mixed(real: Any, self: Staging, now: float, active: Any) -> None:
             copy = sorted(job.copies[older[-1]][0].values(), key=lambda c: c.host)[0]
             hosts = sorted(job.copies[older[-1]][0])
             order = structs.replace(
-                order, shard=WireShard.of(copy.shard), spec=WireSpec.of(copy.spec), holders=tuple(hosts),
+                order,
+                shard=WireShard.of(copy.shard),
+                spec=WireSpec.of(copy.spec),
+                holders=tuple(hosts),
                 runs=(Run("peer", copy.host, 0, copy.spec.chunks_count),),
-            )  # fmt: skip
+            )
             self.out.actions[number] = SendOrder(action.host_id, order)
 
 
-@planted("marker-before-parts", "R31", "R31", Fault(1.0, "durable-slow", for_s=9.0), has_durable=True,
-         at=(DurableOrders, "_start"))  # fmt: skip
+@planted(
+    "marker-before-parts",
+    "R31",
+    "R31",
+    Fault(1.0, "durable-slow", for_s=9.0),
+    has_durable=True,
+    at=(DurableOrders, "_start"),
+)
 def marker_before_parts(
     real: Any, self: DurableOrders, now: float, job: Job, attempt: Any, state: Any, step: Any
 ) -> None:
@@ -262,8 +297,15 @@ def keys_not_compared() -> Any:
     return patch.multiple(DurableOrders, _order_slices=ordered, slice_written=reported)
 
 
-@planted("slices-of-the-dead-forgotten", "R31", "R31", Fault(5.0, "durable-slow", for_s=9.0),
-         Fault(6.5, "flap-host", for_s=6.0), has_durable=True, at=(DurableOrders, "host_died"))  # fmt: skip
+@planted(
+    "slices-of-the-dead-forgotten",
+    "R31",
+    "R31",
+    Fault(5.0, "durable-slow", for_s=9.0),
+    Fault(6.5, "flap-host", for_s=6.0),
+    has_durable=True,
+    at=(DurableOrders, "host_died"),
+)
 def slices_of_the_dead_forgotten(real: Any, self: DurableOrders, job: Job, host_id: str) -> None:
     """When a writer of durable slices dies, its unwritten slices count as written."""
     write = self.states.of(job.name).active
@@ -275,8 +317,9 @@ def slices_of_the_dead_forgotten(real: Any, self: DurableOrders, job: Job, host_
         del write.waits[piece]
 
 
-@planted("journals-not-read", "R16", "I1 I2 I16 I18 R16 R17", Fault(5.0, "kill-controller", for_s=1.0),
-         at=(FactLog, "adopt"))  # fmt: skip
+@planted(
+    "journals-not-read", "R16", "I1 I2 I16 I18 R16 R17", Fault(5.0, "kill-controller", for_s=1.0), at=(FactLog, "adopt")
+)
 def journals_not_read(real: Any, self: FactLog, journals: Any) -> Any:
     """A new controller begins with the inventories alone and reads no journal."""
     return real(self, [])

@@ -86,8 +86,13 @@ def seal_ignores_fence() -> Iterator[None]:
         yield
 
 
-@planted("lower-term-obeyed", "R17", "R17 R16 I1 I2 I16", Fault(4.0, "second-controller", (0,), for_s=3.0),
-         at=(Sessions, "begin"))  # fmt: skip
+@planted(
+    "lower-term-obeyed",
+    "R17",
+    "R17 R16 I1 I2 I16",
+    Fault(4.0, "second-controller", (0,), for_s=3.0),
+    at=(Sessions, "begin"),
+)
 def lower_term_obeyed(real: Any, self: Sessions[Any], session: Any, term: int) -> Any:
     """A holder obeys the controller that dialed it last, of any term."""
     self.term = 0
@@ -125,7 +130,14 @@ def use_is_a_connect() -> Iterator[None]:
 
 
 ROWS = (
-    row("fence-answered-early", "R21", "R21", (seal, "FENCE_DRAIN_S"), 0.0,
+    row(
+        "fence-answered-early",
+        "R21",
+        "R21",
+        (seal, "FENCE_DRAIN_S"),
+        0.0,
         "A fence is answered before the shards that were submitted in time are sealed.",
-        *ZOMBIES, step_s=0.05),
-)  # fmt: skip
+        *ZOMBIES,
+        step_s=0.05,
+    ),
+)

@@ -33,9 +33,10 @@ LOST_WHILE_AWAY = (
 def _swap(state: HolderState, link: RankLink, read: int, *, is_newest: bool) -> None:
     """Put the newest or the oldest other shard of the rank that lies whole here in the place of what was brought."""
     mine = [
-        replica for replica in state.store.index.shards.values()
+        replica
+        for replica in state.store.index.shards.values()
         if (replica.shard.job, replica.shard.rank) == (link.job, link.rank) and not replica.missing
-    ]  # fmt: skip
+    ]
     brought = state.reads.ready.get(read)
     if not mine or brought is None:
         return
@@ -49,8 +50,7 @@ def _swap(state: HolderState, link: RankLink, read: int, *, is_newest: bool) -> 
     )
 
 
-@planted("survivor-keeps-its-own-step", "R23", "I24", *LOST, is_in_place=True, step_s=0.15,
-         at=(ready, "place"))  # fmt: skip
+@planted("survivor-keeps-its-own-step", "R23", "I24", *LOST, is_in_place=True, step_s=0.15, at=(ready, "place"))
 async def survivor_keeps_its_own_step(real: Any, io: Any, state: HolderState, link: RankLink, reply: Any) -> Any:
     """A rank that was there before a loss is given the newest step that it has put, committed or not."""
     if reply.report is not None and link.owner.link > 1:
@@ -58,8 +58,18 @@ async def survivor_keeps_its_own_step(real: Any, io: Any, state: HolderState, li
     return await real(io, state, link, reply)
 
 
-@planted("spare-with-an-old-shard", "R23", "I24", *LOST, is_in_place=True, has_spares=True, hosts=4, keep_steps=2,
-         step_s=0.4, at=(ready, "place"))  # fmt: skip
+@planted(
+    "spare-with-an-old-shard",
+    "R23",
+    "I24",
+    *LOST,
+    is_in_place=True,
+    has_spares=True,
+    hosts=4,
+    keep_steps=2,
+    step_s=0.4,
+    at=(ready, "place"),
+)
 async def spare_with_an_old_shard(real: Any, io: Any, state: HolderState, link: RankLink, reply: Any) -> Any:
     """A process that takes a lost rank's place is given the oldest shard of the rank that its host has."""
     if reply.report is not None and link.owner.link == 1:
@@ -67,8 +77,16 @@ async def spare_with_an_old_shard(real: Any, io: Any, state: HolderState, link: 
     return await real(io, state, link, reply)
 
 
-@planted("former-store-taken", "R20", "R20", *LOST_WHILE_AWAY, is_in_place=True, step_s=0.15, world_size=6,
-         at=(ranks, "join"))  # fmt: skip
+@planted(
+    "former-store-taken",
+    "R20",
+    "R20",
+    *LOST_WHILE_AWAY,
+    is_in_place=True,
+    step_s=0.15,
+    world_size=6,
+    at=(ranks, "join"),
+)
 async def former_store_taken(real: Any, io: Any, state: HolderState, link: Any, hello: Any, *ended: Any) -> None:
     """A former store's link that comes back takes the place of the newest one's."""
     state.ranks.stores.clear()

@@ -54,8 +54,9 @@ def leases_without_room(real: Any, self: Any, job: Job, call: Any, step: StepId)
     self._take(job, call, step)
 
 
-@planted("pins-numbered-by-link", "R7", "R7", *BROKEN_LINKS, reads_ranges=True, reads_shards=True, reads_every=1,
-         step_s=0.2)  # fmt: skip
+@planted(
+    "pins-numbered-by-link", "R7", "R7", *BROKEN_LINKS, reads_ranges=True, reads_shards=True, reads_every=1, step_s=0.2
+)
 def pins_numbered_by_link() -> Any:
     """Readers' pins are numbered from 1 on each link, so a late unpin of an older link frees another reader's pin."""
     counts: Counter[Any] = Counter()
@@ -69,7 +70,14 @@ def pins_numbered_by_link() -> Any:
 
 
 ROWS = (
-    row("pins-not-repaired", "R29", "I16", (repair, "redundant_steps"), kept_steps,
+    row(
+        "pins-not-repaired",
+        "R29",
+        "I16",
+        (repair, "redundant_steps"),
+        kept_steps,
         "Repair looks only at steps that retention keeps, so pinned steps stay without copies.",
-        PINNED, Fault(6.0, "kill-host", (1,), for_s=2.0)),
-)  # fmt: skip
+        PINNED,
+        Fault(6.0, "kill-host", (1,), for_s=2.0),
+    ),
+)

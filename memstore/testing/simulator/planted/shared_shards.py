@@ -34,8 +34,15 @@ def writers_in_one_domain(real: Any, shard_of: Any, hosts: Any, *_: Any, replica
     return tuple([rank for rank, host in enumerate(hosts) if host == hosts[0]][:replicas])
 
 
-@planted("writers-chosen-again", "R34", "R34", Fault(2.0, "kill-rank"), Fault(5.0, "kill-rank"), **DDP,
-         at=(Attempts, "_replace_member"))  # fmt: skip
+@planted(
+    "writers-chosen-again",
+    "R34",
+    "R34",
+    Fault(2.0, "kill-rank"),
+    Fault(5.0, "kill-rank"),
+    **DDP,
+    at=(Attempts, "_replace_member"),
+)
 def writers_chosen_again(real: Any, self: Attempts, name: str, attempt: Any, call: Any) -> None:
     """After a process has taken a rank's place, other ranks are writers."""
     record = self.journal.record
@@ -63,8 +70,16 @@ def shared_part_of_another_step(real: Any, self: SingleReads, call: Any, asked: 
     real(self, call, replace(asked, step=step.step, of_attempt=step.attempt), *more)
 
 
-@planted("another-shard-restored", "R34", "R34", RESTART, Fault(7.0, "kill-rank"), Fault(9.0, "kill-rank"),
-         at=(Staging, "staged"), **HYBRID)  # fmt: skip
+@planted(
+    "another-shard-restored",
+    "R34",
+    "R34",
+    RESTART,
+    Fault(7.0, "kill-rank"),
+    Fault(9.0, "kill-rank"),
+    at=(Staging, "staged"),
+    **HYBRID,
+)
 def another_shard_restored(real: Any, self: Staging, now: float, active: Any, report: Any) -> Any:
     """A round goes on although a rank refuses the shard that was staged for it."""
     return real(self, now, active, replace(report, refusal=None))

@@ -37,8 +37,9 @@ class _Equal:
     __hash__ = object.__hash__
 
 
-@planted("digest-skipped-on-arrival", "R14", "R6", Fault(3.0, "flip-in-transit", count=4),
-         at=(ReplicaStore, "keep_chunks"))  # fmt: skip
+@planted(
+    "digest-skipped-on-arrival", "R14", "R6", Fault(3.0, "flip-in-transit", count=4), at=(ReplicaStore, "keep_chunks")
+)
 def digest_skipped_on_arrival(real: Any, self: Store, replica: IncomingReplica, arrived: Any) -> Any:
     """A chunk from a peer is kept without comparing its digest."""
     for index, number, nbytes, _ in arrived:
@@ -123,24 +124,39 @@ def stale_submission() -> Any:
     return patch.multiple(SlotTable, submit=take, confirm=lambda self, owner, held: (list(held), []))
 
 
-@planted("incoming-replicas-kept", "R13", "I13 I16", Fault(4.0, "memory-full", (2,), for_s=3.0), replicas=3,
-         world_size=2, at=(PeerServer, "_abort"))  # fmt: skip
+@planted(
+    "incoming-replicas-kept",
+    "R13",
+    "I13 I16",
+    Fault(4.0, "memory-full", (2,), for_s=3.0),
+    replicas=3,
+    world_size=2,
+    at=(PeerServer, "_abort"),
+)
 def incoming_kept(real: Any, self: PeerServer, request: Any) -> Any:
     """A push that was given up leaves its incoming replica at the peer for ever."""
     with patch.object(self.replicas, "abort_incoming", lambda name, shard: None):
         return real(self, request)
 
 
-@planted("offer-ignores-fence", "R21", "R21", Fault(4.0, "slow-link", (0,), for_s=4.0, count=2), *FROZEN_SENDER,
-         step_s=0.15, at=(PeerServer, "_offer"))  # fmt: skip
+@planted(
+    "offer-ignores-fence",
+    "R21",
+    "R21",
+    Fault(4.0, "slow-link", (0,), for_s=4.0, count=2),
+    *FROZEN_SENDER,
+    step_s=0.15,
+    at=(PeerServer, "_offer"),
+)
 def offer_ignores_fence(real: Any, self: PeerServer, channel: Any, request: Any) -> Any:
     """A peer takes a shard of an attempt that it has fenced."""
     with patch.object(self, "is_fenced", lambda job, attempt: False):
         return real(self, channel, request)
 
 
-@planted("pin-ignored", "R7", "R7", Fault(3.0, "slow-link", (0,), for_s=8.0, count=8), step_s=0.15,
-         at=(ReplicaIndex, "drop"))  # fmt: skip
+@planted(
+    "pin-ignored", "R7", "R7", Fault(3.0, "slow-link", (0,), for_s=8.0, count=8), step_s=0.15, at=(ReplicaIndex, "drop")
+)
 def pin_ignored(real: Any, self: ReplicaIndex, shard: Any, *how: Any) -> Any:
     """A replica is freed although a reader has pinned it."""
     return [self.shards.pop(key) for key in [k for k in self.shards if k[0] == shard]]

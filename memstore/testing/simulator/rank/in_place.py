@@ -59,9 +59,17 @@ class InPlaceProcess:
     """One process of a rank, with a Store for each generation that it takes part in."""
 
     def __init__(
-        self, world: World, checker: Checker, rng: random.Random, board: SimBoard, run: str, rank: int, life: int,
-        first: int, host_id: str,
-    ) -> None:  # fmt: skip
+        self,
+        world: World,
+        checker: Checker,
+        rng: random.Random,
+        board: SimBoard,
+        run: str,
+        rank: int,
+        life: int,
+        first: int,
+        host_id: str,
+    ) -> None:
         """`life`: its number among the processes of this rank; `first`: the generation that it begins with."""
         self.world, self.checker, self.rng, self.board = world, checker, rng, board
         self.run, self.rank, self.life, self.first, self.host_id = run, rank, life, first, host_id
@@ -103,9 +111,14 @@ class InPlaceProcess:
 
     def _meet(self, after: int) -> Generator[Wait, None, int]:
         coming = Coming(
-            self.board, rank=self.rank, life=self.life, world_size=self.world.scenario.world_size, after=after,
-            meet_s=MEET_S, now=self.world.now,
-        )  # fmt: skip
+            self.board,
+            rank=self.rank,
+            life=self.life,
+            world_size=self.world.scenario.world_size,
+            after=after,
+            meet_s=MEET_S,
+            now=self.world.now,
+        )
         while (number := coming.look(self.world.now)) is None:
             yield LOOK_S
         self.met_s = self.world.now

@@ -175,9 +175,17 @@ class SimRank:
         world, scenario = self.world, self.world.scenario
         is_fresh, step = self.checker.observed.starts_over, 0
         answer = yield from self._call(
-            "join", JOIN_S, world_size=self.world_size, nonce=self.nonce, key=self.key, pid=self.pid,
-            launcher="launcher", fresh=is_fresh, config=world.config, **self.named(),
-        )  # fmt: skip
+            "join",
+            JOIN_S,
+            world_size=self.world_size,
+            nonce=self.nonce,
+            key=self.key,
+            pid=self.pid,
+            launcher="launcher",
+            fresh=is_fresh,
+            config=world.config,
+            **self.named(),
+        )
         if answer is None:
             return
         self.joined(answer)
@@ -232,9 +240,14 @@ class SimRank:
         """Have the holder bring chunks that did not come, or came damaged; return those that are good."""
         shard = manifest.shard
         answer = yield from self._answer(
-            "read_step", RANGES_S, rank=shard.rank, step=shard.step, of_attempt=shard.attempt,
-            chunks=[[index, 1] for index in missing], is_repair=True,
-        )  # fmt: skip
+            "read_step",
+            RANGES_S,
+            rank=shard.rank,
+            step=shard.step,
+            of_attempt=shard.attempt,
+            chunks=[[index, 1] for index in missing],
+            is_repair=True,
+        )
         if not isinstance(answer, CopiedRead):
             return {}
         return {i: data for i, data in answer.chunks.items() if chunk_digest(data) == manifest.chunks[i].digest}
@@ -273,9 +286,7 @@ class SimRank:
             self.world.failing_loads -= 1
             problem = "it could not"
         self.checker.restores.loaded(self, report.round, is_failed=problem is not None)
-        word = yield from self._call(
-            "shard_loaded", LOADED_S, round=report.round, is_adopting=True, problem=problem
-        )  # fmt: skip
+        word = yield from self._call("shard_loaded", LOADED_S, round=report.round, is_adopting=True, problem=problem)
         if isinstance(word, Noted):
             self.checker.restores.returned(self, report.round)
         return isinstance(word, Noted)
@@ -334,10 +345,15 @@ class SimRank:
         ready = PutReady(
             terms=PutTerms(
                 attempt=self.attempt, step=step, world_size=self.world_size, shared_chunks=self.shared_chunks()
-            ), slots=tuple(slots), arena="",
+            ),
+            slots=tuple(slots),
+            arena="",
             sample=SlotSample(seed=0, digests=b"".join(bytes(self.mapping[slot]) for slot in slots)),
-            layout=self.layout, nbytes=len(slots) * memory.chunk_bytes, stall_s=0.0, digests=digests,
-        )  # fmt: skip
+            layout=self.layout,
+            nbytes=len(slots) * memory.chunk_bytes,
+            stall_s=0.0,
+            digests=digests,
+        )
         self.unsealed_puts[self.attempt, step] = ready
         self.checker.puts.submitted(ShardId(self.job, self.attempt, step, self.rank), content)
         self._send(lambda holder: holder.take_over(self, ready))

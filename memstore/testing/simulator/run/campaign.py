@@ -26,9 +26,7 @@ COMMAND = "python -m memstore.testing.simulator"
 CHUNK_SEEDS = 8  # given to a process at a time
 SHRINK_PLAYS_MAX, SHRINK_S = 60, 60.0
 SHORT_S = (0.3, 1.0)  # durations that are tried in place of longer ones
-ADDED_UP = (
-    "seeds", "wall_s", "virtual_h", "events", "steps_put", "commits_acknowledged", "restores_checked",
-)  # fmt: skip
+ADDED_UP = ("seeds", "wall_s", "virtual_h", "events", "steps_put", "commits_acknowledged", "restores_checked")
 
 
 @dataclass(frozen=True)
@@ -63,9 +61,18 @@ def play(scenario: Scenario) -> RunOutcome:
         return RunOutcome(scenario.seed, rule, why, scenario.text())
     cluster, observed = simulation.cluster, simulation.checker.observed
     return RunOutcome(
-        scenario.seed, rule, why, describe(cluster) if rule else "", cluster.fingerprint, cluster.now,
-        cluster.time.events_count, observed.steps_put, len(observed.acked), observed.restores, dict(observed.injected),
-    )  # fmt: skip
+        scenario.seed,
+        rule,
+        why,
+        describe(cluster) if rule else "",
+        cluster.fingerprint,
+        cluster.now,
+        cluster.time.events_count,
+        observed.steps_put,
+        len(observed.acked),
+        observed.restores,
+        dict(observed.injected),
+    )
 
 
 def shrink(scenario: Scenario, rule: str, *, limit_s: float = SHRINK_S) -> tuple[Scenario, RunOutcome]:
@@ -212,9 +219,13 @@ def _outcomes(seeds: Iterable[int], jobs: int, is_late: Callable[[], bool]) -> I
 
 
 def run(
-    first: int, count: int, *, jobs: int = 0, minutes: float | None = None,
+    first: int,
+    count: int,
+    *,
+    jobs: int = 0,
+    minutes: float | None = None,
     on_outcome: Callable[[RunOutcome], None] = lambda outcome: None,
-) -> Summary:  # fmt: skip
+) -> Summary:
     """Play seeds `first` to `first + count - 1`, or as many as begin within `minutes`.
 
     Args:

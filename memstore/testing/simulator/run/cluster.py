@@ -55,17 +55,25 @@ class SimCluster:
         self.wears_until_s = 0.0  # hosts of a rack go one after another until then
         self.is_job_over = False  # all ranks were ended, and no launch follows before every copy is back
         self.rules = Rules(
-            recovery_grace_s=GRACE_S, lease_s=LEASE_S, outlast_s=LEASE_S,
-            settle_s=3.0, failure_domains=("rack",) if scenario.racks else (),
+            recovery_grace_s=GRACE_S,
+            lease_s=LEASE_S,
+            outlast_s=LEASE_S,
+            settle_s=3.0,
+            failure_domains=("rack",) if scenario.racks else (),
             max_restores=MAX_RESTORES if scenario.is_in_place else 1000,
-        )  # fmt: skip
+        )
         self.config = Config(
-            replicas=scenario.replicas, scatter=scenario.scatter, keep_steps=scenario.keep_steps,
-            connect_timeout_s=20.0, job_ttl_s=ORPHAN_TTL_S,
-            durable="/durable" if scenario.has_durable else None, durable_every=3, stall_budget_s=1.0,
+            replicas=scenario.replicas,
+            scatter=scenario.scatter,
+            keep_steps=scenario.keep_steps,
+            connect_timeout_s=20.0,
+            job_ttl_s=ORPHAN_TTL_S,
+            durable="/durable" if scenario.has_durable else None,
+            durable_every=3,
+            stall_budget_s=1.0,
             durable_bytes_per_s=PACE_BYTES_PER_S if scenario.is_paced else 0,
             durable_key_file="/key" if any(each.kind == "rotate-key" for each in scenario.faults) else None,
-        ).job_fields()  # fmt: skip
+        ).job_fields()
         self.memories: dict[str, Memory] = {}
         self.holders: dict[str, SimHolder] = {}
         self.controllers: list[SimController] = []

@@ -43,9 +43,13 @@ class People:
 
     def _pin(self, rank: SimRank, step: StepId, name: str) -> None:
         self._ask(
-            rank, "pin", lambda: self.promises.pins.update({name: step}),
-            step=step.step, of_attempt=step.attempt, name=name,
-        )  # fmt: skip
+            rank,
+            "pin",
+            lambda: self.promises.pins.update({name: step}),
+            step=step.step,
+            of_attempt=step.attempt,
+            name=name,
+        )
 
     def _lease(self, rank: SimRank, name: str, for_s: float) -> None:
         """Lease the newest step, and end that, unless the rank's process or link does it first."""

@@ -51,15 +51,24 @@ def _joined(before: Body, part: Body) -> Body:
     joined = {key: before[key] + part[key] for key in part if isinstance(part[key], int | float)}
     faults: Counter[str] = Counter(before["faults"]) + Counter(part["faults"])
     return {
-        **part, **joined, "first_seed": before["first_seed"], "last_seed": part["last_seed"],
-        "faults": dict(sorted(faults.items())), "violations": [*before["violations"], *part["violations"]],
-    }  # fmt: skip
+        **part,
+        **joined,
+        "first_seed": before["first_seed"],
+        "last_seed": part["last_seed"],
+        "faults": dict(sorted(faults.items())),
+        "violations": [*before["violations"], *part["violations"]],
+    }
 
 
 def play_on(
-    path: Path, first: int, count: int, *, jobs: int = 0, minutes: float | None = None,
+    path: Path,
+    first: int,
+    count: int,
+    *,
+    jobs: int = 0,
+    minutes: float | None = None,
     on_outcome: Callable[[RunOutcome], None] = lambda outcome: None,
-) -> Summary:  # fmt: skip
+) -> Summary:
     """Play the seeds of a range that the record lacks and add them to it; return the summary of this call."""
     commit, total, limit_s = source_commit() or "unknown", Summary(first_seed=first), (minutes or 0) * 60
     while True:
@@ -68,9 +77,12 @@ def play_on(
         if not left or (minutes is not None and left_s <= 0):
             return total
         summary = run(
-            next_seed, min(left, BATCH_SEEDS), jobs=jobs, minutes=None if minutes is None else left_s / 60,
+            next_seed,
+            min(left, BATCH_SEEDS),
+            jobs=jobs,
+            minutes=None if minutes is None else left_s / 60,
             on_outcome=on_outcome,
-        )  # fmt: skip
+        )
         if not summary.seeds:
             return total
         add(path, summary, commit)

@@ -100,9 +100,18 @@ class Theme:
 
 
 IN_PLACE = {
-    "kill-rank": 3, "freeze-rank": 2, "leave-rank": 2, "zombie-rank": 3, "lose-two": 2, "kill-host": 1, "lose-both": 3,
-    "die-in-recovery": 5, "controller-in-recovery": 3, "holder-in-recovery": 3, "late-launch": 2,
-}  # fmt: skip
+    "kill-rank": 3,
+    "freeze-rank": 2,
+    "leave-rank": 2,
+    "zombie-rank": 3,
+    "lose-two": 2,
+    "kill-host": 1,
+    "lose-both": 3,
+    "die-in-recovery": 5,
+    "controller-in-recovery": 3,
+    "holder-in-recovery": 3,
+    "late-launch": 2,
+}
 # Some host has no copy of a shard that two of its ranks read at once.
 DISTANT = {"hosts": 3, "racks": 0, "replicas": 2, "world_size": 6}
 THEMES = (
@@ -188,7 +197,10 @@ def _with_shared_shards(rng: random.Random, drawn: Scenario) -> tuple[Scenario, 
     sizes = tuple(max(2, size + n) for n in (0, 1, rng.choice([-1, 2]))) if rng.random() < 0.6 else ()
     faults = [_fault(rng, {"differ": 1}) for _ in range(rng.choice([0, 0, 1, 2]))]
     named = replace(
-        drawn, world_size=size, sizes=sizes, shards=min(*sizes, size, rng.choice([1, 1, 1, 2, 2, 3])),
+        drawn,
+        world_size=size,
+        sizes=sizes,
+        shards=min(*sizes, size, rng.choice([1, 1, 1, 2, 2, 3])),
         is_blocked=rng.random() < 0.4,
-    )  # fmt: skip
+    )
     return named, faults

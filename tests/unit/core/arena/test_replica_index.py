@@ -29,9 +29,11 @@ class Replicas(RuleBasedStateMachine):
         self.pins: list[tuple[StoredReplica, int]] = []
 
     @rule(
-        sender=st.sampled_from(SENDERS), shard=st.sampled_from(SHARDS), attempt=st.integers(1, 2),
+        sender=st.sampled_from(SENDERS),
+        shard=st.sampled_from(SHARDS),
+        attempt=st.integers(1, 2),
         digests=st.lists(st.sampled_from(DIGESTS), min_size=1, max_size=3),
-    )  # fmt: skip
+    )
     def open_incoming(self, sender: str, shard: ShardId, attempt: int, digests: list[bytes]) -> None:
         """A sender begins, or begins again; what is here already is held at once."""
         replica = self.index.open_incoming(sender, shard, digests, attempt=attempt)

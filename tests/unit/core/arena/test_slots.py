@@ -99,11 +99,14 @@ class Slots(RuleBasedStateMachine):
         for number, slot in enumerate(self.table.slots):
             owner = next((o for o, numbers in self.leased.items() if number in numbers), None)
             expected = (
-                SlotState.LEASED if owner is not None
-                else SlotState.RECEIVING if number in self.receiving
-                else SlotState.SEALED if number in self.held
+                SlotState.LEASED
+                if owner is not None
+                else SlotState.RECEIVING
+                if number in self.receiving
+                else SlotState.SEALED
+                if number in self.held
                 else SlotState.FREE
-            )  # fmt: skip
+            )
             assert slot.state is expected
             assert slot.refs == self.held.get(number, 0)
 

@@ -184,9 +184,15 @@ def test_a_newer_generation_or_another_launch_takes_the_place_of_a_generation(ke
 def join_again(world: ControllerWorld, rank: FakeRank, world_size: int, key: str | None) -> None:
     """The process connects once more, without having closed."""
     body = {
-        "job": JOB, "rank": rank.rank, "world_size": world_size, "nonce": rank.nonce, "key": key, "pid": 1,
-        "launcher": "launcher", "config": world.config,
-    }  # fmt: skip
+        "job": JOB,
+        "rank": rank.rank,
+        "world_size": world_size,
+        "nonce": rank.nonce,
+        "key": key,
+        "pid": 1,
+        "launcher": "launcher",
+        "config": world.config,
+    }
     world.holders[rank.host_id].call(rank, request_of("join", body))
 
 
@@ -245,9 +251,17 @@ def test_two_launches_at_once_get_two_numbers() -> None:
         state.was_with_us_s = -100.0  # no lease and no host answered: facts wait
     for number, key in enumerate(("a", "b")):
         body = {
-            "job": JOB, "rank": 0, "world_size": 1, "nonce": f"x{key}", "key": key, "pid": 1, "launcher": "l",
-            "fresh": False, "takeover": False, "config": world.config,
-        }  # fmt: skip
+            "job": JOB,
+            "rank": 0,
+            "world_size": 1,
+            "nonce": f"x{key}",
+            "key": key,
+            "pid": 1,
+            "launcher": "l",
+            "fresh": False,
+            "takeover": False,
+            "config": world.config,
+        }
         machine.handle(world.now, Received("h0", Called(id=100 + number, call=request_of("join", body))))
     assert [fact.attempt for fact in machine.parts.journal.log.unapplied()] == [1, 2]  # type: ignore[union-attr]
 

@@ -19,10 +19,7 @@ def found(world: ControllerWorld, rank: FakeRank, verb: str) -> dict[str, Any] |
     return answer
 
 
-@pytest.mark.parametrize(
-    ("verb", "body"),
-    [("get", {"step": None}), ("reserve", {"slots": 4})],
-)
+@pytest.mark.parametrize(("verb", "body"), [("get", {"step": None}), ("reserve", {"slots": 4})])
 def test_ranks_that_have_not_called_are_named_with_their_hosts(verb: str, body: dict[str, Any]) -> None:
     """One of three ranks calls: the other two are awaited; once all have called, none is awaited."""
     world = ControllerWorld(3)
@@ -53,6 +50,4 @@ def test_a_get_whose_ranks_are_all_there_names_the_hosts_that_work() -> None:
         world.call(rank, "get", step=None)
     world.run(1.0)
     answer = found(world, ranks[0], "get")
-    assert answer == {
-        "come": "all 2 ranks have come", "awaited": "durable storage to be listed", "is_complete": True,
-    }  # fmt: skip
+    assert answer == {"come": "all 2 ranks have come", "awaited": "durable storage to be listed", "is_complete": True}

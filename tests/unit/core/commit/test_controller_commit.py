@@ -29,9 +29,11 @@ def test_a_commit_survives_any_loss_it_promises(hosts: int, replicas: int) -> No
         lost = {f"h{(first + n) % hosts}" for n in range(replicas - 1)}
         left = [h for h in world.holders if h not in lost]
         verdict = plan(
-            job.inventory(live=left, silent=()), job.spans(1), world_size=hosts,
+            job.inventory(live=left, silent=()),
+            job.spans(1),
+            world_size=hosts,
             rank_hosts=dict.fromkeys(range(hosts), left[0]),
-        )  # fmt: skip
+        )
         assert verdict.step == StepId(1, 1), verdict.why
 
 

@@ -22,13 +22,7 @@ from memstore.client.store import Store
 from memstore.client.ticket import Ticket
 from memstore.core.cluster.failures import mean_time_between_failures_s
 from memstore.core.schedule.durable_interval import optimal_interval_s
-from memstore.core.schedule.put_interval import (
-    Measured,
-    PutCosts,
-    Schedule,
-    decide_steps,
-    lead_end,
-)
+from memstore.core.schedule.put_interval import Measured, PutCosts, Schedule, decide_steps, lead_end
 from memstore.core.wire.orders import Level, StepLevel
 from memstore.core.wire.replies import Joined
 from memstore.errors import ConfigError
@@ -232,10 +226,8 @@ def test_a_wait_in_vain_is_logged_once_until_a_commit_comes(caplog: pytest.LogCa
     """Puts that lack their commits hold one step up by the budget, and no step after it."""
     steps = Steps(cast(HolderLink, SimpleNamespace(job="job", rank=0)))
     steps.begin_attempt(
-        Joined(
-            attempt=1, world_size=2, rank=0, restored_step=None, resume_step=0, put_every="10min", shared_shard=None
-        )
-    )  # fmt: skip
+        Joined(attempt=1, world_size=2, rank=0, restored_step=None, resume_step=0, put_every="10min", shared_shard=None)
+    )
 
     def train(numbers: range) -> list[int]:
         return [step for step in numbers if steps.due(step, 0.01) and steps.add(Ticket(step))]

@@ -159,9 +159,11 @@ class History:
             lost = set(self.random.sample(sorted(self.world.holders), self.replicas - 1))
             left = [h for h in self.world.holders if h not in lost]
             verdict = plan(
-                job.inventory(live=left, silent=()), job.spans(job.newest.attempt_number), world_size=3,
+                job.inventory(live=left, silent=()),
+                job.spans(job.newest.attempt_number),
+                world_size=3,
                 rank_hosts=dict.fromkeys(range(3), left[0]),
-            )  # fmt: skip
+            )
             assert verdict.step == newest, f"losing {lost}: {verdict.why}"
 
 

@@ -149,9 +149,15 @@ def test_ranks_that_wait_for_their_launch_ask_all_at_once_and_are_looked_at_once
     """Each asks after the same seconds: to look at all of them for each of them is the square of the ranks."""
     fleet = ControllerFleet(4)
     join = {
-        "job": "next", "world_size": 17, "key": "k", "launcher": "l", "pid": 1, "fresh": False, "takeover": False,
+        "job": "next",
+        "world_size": 17,
+        "key": "k",
+        "launcher": "l",
+        "pid": 1,
+        "fresh": False,
+        "takeover": False,
         "config": fleet.config,
-    }  # fmt: skip
+    }
     asked: list[Any] = []
     looks = counted(monkeypatch, launches, "_gathering")
     for rank in range(16):

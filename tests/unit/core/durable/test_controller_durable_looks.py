@@ -269,8 +269,9 @@ def test_a_pinned_step_under_a_lost_key_is_not_said_to_be_gone() -> None:
     under(world, "a", h0="b", h1="b")
     words = last_copies(world, ranks[0])["train"]
     assert [text.split(" on durable storage: ")[0] for text in words] == [
-        "step 1 cannot be read", "step 2 cannot be read"
-    ]  # fmt: skip
+        "step 1 cannot be read",
+        "step 2 cannot be read",
+    ]
 
 
 def test_a_closed_job_whose_step_needs_another_key_keeps_its_ram() -> None:

@@ -84,10 +84,7 @@ def test_a_host_that_never_says_what_the_storage_has_is_not_waited_for(fate: str
 
 @pytest.mark.parametrize(
     ("hangs", "says"),
-    [
-        (ListMarkers, "waiting for h0, asked whether durable storage has all of it"),
-        (WriteSlices, "h0, h1 still write"),
-    ],
+    [(ListMarkers, "waiting for h0, asked whether durable storage has all of it"), (WriteSlices, "h0, h1 still write")],
 )
 def test_who_waits_in_vain_is_reported_for_which_host(hangs: type[DurableOrder], says: str) -> None:
     """A host does not say what the storage has, or all write for too long."""

@@ -21,14 +21,8 @@ from memstore.core.durable.slice_format import (
     slices_count,
 )
 from memstore.core.wire.orders import Lineage
-from memstore.errors import (
-    ConfigError,
-    IntegrityError,
-)
-from memstore.testing.data.durable_steps import (
-    JOB,
-    lineage_of,
-)
+from memstore.errors import ConfigError, IntegrityError
+from memstore.testing.data.durable_steps import JOB, lineage_of
 from recovery.inventory import DurableMarker, ShardSpec, StepId
 
 HEX = st.binary(min_size=16, max_size=16).map(bytes.hex)

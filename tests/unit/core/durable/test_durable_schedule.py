@@ -47,10 +47,13 @@ def test_bad_spacing_is_refused(value: str | int) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "package"),
     [
-        ("durable_every", "often", ""), ("put_every", "1 day", ""), ("durable", "s3://bucket/ck", "obstore"),
-        ("durable_compression", "auto", "zstandard"), ("durable_key_file", "/key", "cryptography"),
+        ("durable_every", "often", ""),
+        ("put_every", "1 day", ""),
+        ("durable", "s3://bucket/ck", "obstore"),
+        ("durable_compression", "auto", "zstandard"),
+        ("durable_key_file", "/key", "cryptography"),
     ],
-)  # fmt: skip
+)
 def test_config_refuses_what_could_only_fail_later(
     monkeypatch: pytest.MonkeyPatch, field: str, value: str, package: str
 ) -> None:
@@ -143,12 +146,7 @@ def test_unfinished_write_makes_way_only_when_the_next_is_due() -> None:
 def test_write_that_cannot_be_replaced_by_a_newer_step_goes_on() -> None:
     """An unfinished write is never abandoned for the same step or an older one."""
     got = next_durable(
-        1e9,
-        last_started_s=0.0,
-        last_durable_step=None,
-        committed=[StepId(1, 7)],
-        every="1s",
-        in_progress=StepId(1, 7),
+        1e9, last_started_s=0.0, last_durable_step=None, committed=[StepId(1, 7)], every="1s", in_progress=StepId(1, 7)
     )
     assert (got.start, got.abandon) == (None, None)
 

@@ -25,10 +25,18 @@ from recovery.inventory import ShardId, ShardSpec
 SHARD = ShardId("job", 1, 2, 0)
 SPEC = ShardSpec("d" * 32, 16, 8, 2, 1)
 ORDER = Bring(
-    read=7, job="job", shard=WireShard.of(SHARD), spec=WireSpec.of(SPEC), chunks=None, attempt=1,
-    holders=("a", "me", "b", "c"), runs=(Run("peer", "a", 0, 2),), reader="n", use="get",
+    read=7,
+    job="job",
+    shard=WireShard.of(SHARD),
+    spec=WireSpec.of(SPEC),
+    chunks=None,
+    attempt=1,
+    holders=("a", "me", "b", "c"),
+    runs=(Run("peer", "a", 0, 2),),
+    reader="n",
+    use="get",
     durable=DurablePlace(url="/d", compression=None, key_file=None, bytes_per_s=None),
-)  # fmt: skip
+)
 Answer = Callable[[str, list[int]], list[int] | MemstoreError]
 
 

@@ -36,9 +36,13 @@ STEP = WireStep(1, 2)
 COPY = Copy(SHARD, SPEC, "me")
 STORED = StoredReplica(SHARD, SPEC, (b"0", b"1"), [4, 5])
 MARKER = WriteMarker(
-    job="job", durable=PLACE, step=STEP, specs={0: WireSpec.of(SPEC)}, key="k",
+    job="job",
+    durable=PLACE,
+    step=STEP,
+    specs={0: WireSpec.of(SPEC)},
+    key="k",
     lineage=Lineage(attempt=1, parent_attempt=None, parent_step=None),
-)  # fmt: skip
+)
 
 
 @dataclass(eq=False)

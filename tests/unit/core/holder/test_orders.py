@@ -66,9 +66,18 @@ SLICES = WriteSlices(job="job", durable=PLACE, step=STEP, parts=(SlicesOfShard(R
 MARKER = WriteMarker(job="job", durable=PACED, step=STEP, specs={}, key="k", lineage=Lineage(1, None, None))
 REPAIR = PushCopy(shard=ROWS[0], digest=DIGEST, target="b")
 GET = Bring(
-    read=7, job="job", shard=WireShard.of(SHARD), spec=WireSpec.of(SPEC), chunks=None, attempt=1, holders=("a",),
-    durable=None, runs=(), reader="n", use="get",
-)  # fmt: skip
+    read=7,
+    job="job",
+    shard=WireShard.of(SHARD),
+    spec=WireSpec.of(SPEC),
+    chunks=None,
+    attempt=1,
+    holders=("a",),
+    durable=None,
+    runs=(),
+    reader="n",
+    use="get",
+)
 WRITE, LIST = Lane("write", ("/d",)), Lane("list", ("/d",))
 BEGUN: list[tuple[Order, Lane, Callable[..., Any]]] = [  # each is given the order
     (Reserve(**ROOM), Lane("room"), room.reserve),

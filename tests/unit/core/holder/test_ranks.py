@@ -49,10 +49,13 @@ class Host(ScriptedIo):
     def __init__(self) -> None:
         self.table = table = SlotTable(8)
         store = SimpleNamespace(
-            arena_identity="arena", confirm=lambda owner, held: table.confirm(owner, held)[1],
+            arena_identity="arena",
+            confirm=lambda owner, held: table.confirm(owner, held)[1],
             lease=lambda owner, job, rank, attempt: table.lease(owner, 4, attempt=attempt),
-            reclaim=table.reclaim, lock=threading.RLock(), index=ReplicaIndex(table),
-        )  # fmt: skip
+            reclaim=table.reclaim,
+            lock=threading.RLock(),
+            index=ReplicaIndex(table),
+        )
         super().__init__(store=store)
 
     async def grant(self, link: Any) -> None:
@@ -242,9 +245,18 @@ def test_a_rank_whose_link_broke_is_asked_again_to_compare_into(reader: str) -> 
     host, link = Host(), Link()
     shard, spec = ShardId("job", 1, 2, 0), ShardSpec("d" * 32, 16, 8, 2, 1)
     order = host.state.reads.newest["job", 0] = Bring(
-        read=7, job="job", shard=WireShard.of(shard), spec=WireSpec.of(spec), chunks=None, attempt=1, holders=(),
-        runs=(), durable=None, reader=reader, use="get",
-    )  # fmt: skip
+        read=7,
+        job="job",
+        shard=WireShard.of(shard),
+        spec=WireSpec.of(spec),
+        chunks=None,
+        attempt=1,
+        holders=(),
+        runs=(),
+        durable=None,
+        reader=reader,
+        use="get",
+    )
     host.state.reads.ready[7] = Ready(order, IncomingReplica(shard, [], [], 1), b"manifest", {})
     host.play(host.join(link))
     check = CheckInto(read=7, manifest=b"manifest")

@@ -60,9 +60,18 @@ class Host(ScriptedIo):
         """Bring the shard for a reader, and pin it."""
         read = next(self.numbers)
         order = Bring(
-            read=read, job="job", shard=WireShard.of(SHARD), spec=WireSpec.of(ShardSpec("d" * 32, 16, 8, 2, 1)),
-            chunks=None, attempt=1, holders=(), runs=(), durable=None, reader="n", use="read",
-        )  # fmt: skip
+            read=read,
+            job="job",
+            shard=WireShard.of(SHARD),
+            spec=WireSpec.of(ShardSpec("d" * 32, 16, 8, 2, 1)),
+            chunks=None,
+            attempt=1,
+            holders=(),
+            runs=(),
+            durable=None,
+            reader="n",
+            use="read",
+        )
         self.held.add(ready.name_of(read))
         ready.keep(self.state, Ready(order, REPLICA, b"manifest", {}))
         reply = ShardReady(step=2, attempt=1, verdict="local", why="", report=None, read=read)

@@ -75,9 +75,11 @@ class Host(ScriptedIo):
     arena_identity: str = "here"
     lock = contextlib.nullcontext()
     index = SimpleNamespace(
-        shards={}, find=lambda shard, digest: STORED, copies=lambda host, job: [COPY],
+        shards={},
+        find=lambda shard, digest: STORED,
+        copies=lambda host, job: [COPY],
         end_preparation=lambda job, before: None,
-    )  # fmt: skip
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,9 +108,14 @@ class Host(ScriptedIo):
     def add(self, link: Link | None = None, **changes: Any) -> SubmittedPut | None:
         """Hand both slots over."""
         ready = PutReady(
-            terms=PutTerms(attempt=1, step=2, world_size=1), slots=(4, 5), nbytes=16, layout=b"", arena="here",
-            sample=SlotSample(seed=0, digests=b""), stall_s=0.0,
-        )  # fmt: skip
+            terms=PutTerms(attempt=1, step=2, world_size=1),
+            slots=(4, 5),
+            nbytes=16,
+            layout=b"",
+            arena="here",
+            sample=SlotSample(seed=0, digests=b""),
+            stall_s=0.0,
+        )
         terms = {name: changes.pop(name) for name in PutTerms.__struct_fields__ if name in changes}
         ready = msgspec.structs.replace(ready, terms=msgspec.structs.replace(ready.terms, **terms), **changes)
         return seal.add(self.state, link or Link(), ready)

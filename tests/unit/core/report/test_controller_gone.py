@@ -111,8 +111,11 @@ def test_runs_end_at_real_steps_attempts_and_the_lineage() -> None:
     gone = known - {StepId(1, 20)}
     rows = spans_of(known, gone, (Span(2, None), Span(1, 30)), {StepId(1, 10): ["best"]})
     assert [(row.attempt, row.first, row.last, row.count, row.in_lineage) for row in rows] == [
-        (2, 35, 35, 1, True), (1, 40, 40, 1, False), (1, 30, 30, 1, True), (1, 0, 10, 2, True),
-    ]  # fmt: skip
+        (2, 35, 35, 1, True),
+        (1, 40, 40, 1, False),
+        (1, 30, 30, 1, True),
+        (1, 0, 10, 2, True),
+    ]
     assert [run_text(row) for row in rows[-1:]] == [
         "2 steps from 0 to 10 (attempt 1): gone, no copy in any tier, pinned best"
     ]

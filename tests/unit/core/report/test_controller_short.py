@@ -54,8 +54,11 @@ def test_a_refusal_and_a_missing_host_are_the_reason_why_nothing_is_rebuilt() ->
     job, cause = status(world)
     [row] = job["short"]
     assert (row["ranks"], row["hosts"], row["targets"], row["why_not"]) == (
-        [0, 1], ["h0"], [], "no other host may hold it"
-    )  # fmt: skip
+        [0, 1],
+        ["h0"],
+        [],
+        "no other host may hold it",
+    )
     assert "ranks 0, 1 on h0 only, not rebuilt: no other host may hold it" in cause
     world, _ = trained(4, 3)
     with patch.object(world.served.parts.repair, "consider", lambda now, job: None):

@@ -89,8 +89,9 @@ def test_a_generation_that_broke_before_its_ranks_connected_is_not_forgotten() -
     enter(world, "run:2", entered(2, LOSS, *again), entered(2, is_new=True), entered(2, is_new=True))
     [replaced] = events_of(world, "replaced")
     assert [(row["rank"], row["cause"], row["is_spare"]) for row in replaced["replaced"]] == [
-        (1, "silent", False), (2, "frozen", False),
-    ]  # fmt: skip
+        (1, "silent", False),
+        (2, "frozen", False),
+    ]
     later = RankLoss(0, 3, "ended", False, 0.0)
     enter(world, "run:3", entered(3, LOSS, *again, later, is_new=True), entered(3), entered(3))
     assert [row["rank"] for row in events_of(world, "replaced")[-1]["replaced"]] == [0]

@@ -121,8 +121,9 @@ def test_counters_of_puts_skips_and_restores() -> None:
 
 def test_what_a_holder_exports_follows_from_its_heartbeat() -> None:
     """Gauges as they stand; counters by what grew since the last look, which starts again with every holder."""
-    stats = host_stats(used_bytes=5, reserved_bytes=6, claimed_bytes=7, limit_bytes=8, scrub=2, digest_errors=1,
-                       broken_frames=3)  # fmt: skip
+    stats = host_stats(
+        used_bytes=5, reserved_bytes=6, claimed_bytes=7, limit_bytes=8, scrub=2, digest_errors=1, broken_frames=3
+    )
     assert Sample("memstore_arena_used_bytes", 5, ("h1",)) in holder_gauges("h1", stats)
     first = holder_growth("h1", None, stats)
     assert {s.name: s.value for s in first} == {"memstore_scrub_findings_total": 2, "memstore_link_damage_total": 4}

@@ -148,8 +148,9 @@ def test_a_retired_step_is_lifted_by_verify_or_followed_by_the_next_commit(is_to
     world.run(1.0)
     [row] = rows(world, "step_retired")
     assert (row["severity"], row["cause"]) == (
-        DEGRADED, "committed step 2 is retired, a get passes it over: the loss is NaN"
-    )  # fmt: skip
+        DEGRADED,
+        "committed step 2 is retired, a get passes it over: the loss is NaN",
+    )
     if is_torn:
         assert row["remedy"] == "the next commit takes its place"
         assert world.put_all(ranks, 3)

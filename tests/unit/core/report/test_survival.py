@@ -173,11 +173,22 @@ def survival_row(tolerated: int, *fatal: str) -> SurvivalRow:
 def job_row(name: str = "j", **changes: Any) -> JobRow:
     """A healthy job as the status answer has it."""
     healthy = {
-        "phase": "open", "world_size": 2, "ranks_alive": 2, "rank_hosts": {"0": "a", "1": "b"},
-        "committed_step": 5, "committed_s": 1.0, "copies": 2, "replicas": 2,
-        "survives": [survival_row(1)], "targets": {"a": ["b"], "b": ["a"]}, "level_asked": "rack",
-        "durable": "/ck", "durable_step": 4, "durable_s": 3.0, "durable_seen_s": 3.0,
-    }  # fmt: skip
+        "phase": "open",
+        "world_size": 2,
+        "ranks_alive": 2,
+        "rank_hosts": {"0": "a", "1": "b"},
+        "committed_step": 5,
+        "committed_s": 1.0,
+        "copies": 2,
+        "replicas": 2,
+        "survives": [survival_row(1)],
+        "targets": {"a": ["b"], "b": ["a"]},
+        "level_asked": "rack",
+        "durable": "/ck",
+        "durable_step": 4,
+        "durable_s": 3.0,
+        "durable_seen_s": 3.0,
+    }
     newest = replace(blank(AttemptStatus), **{**healthy, **changes})
     return replace(blank(JobRow), job=name, attempt=1, newest=newest)
 
@@ -225,12 +236,15 @@ def test_a_healthy_store_has_no_problem() -> None:
         ({"copies": 1, "refusals": ["b: no room"]}, DEGRADED, "b: no room"),
         (
             {
-                "copies": 1, "short_shards": 5000, "short": [
+                "copies": 1,
+                "short_shards": 5000,
+                "short": [
                     replace(blank(ShortRow), ranks=list(range(64)), hosts=["a"], targets=["c"]),
                     replace(blank(ShortRow), ranks=[70], why_not="no copy is left"),
-                ]
+                ],
             },
-            DEGRADED, "1 of 2 copies: ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 54 more on a only, to be rebuilt on c; "
+            DEGRADED,
+            "1 of 2 copies: ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 54 more on a only, to be rebuilt on c; "
             "rank 70 on no host whole, not rebuilt: no copy is left; 4,935 more ranks",
         ),
         ({"degraded": "copies are spread over hosts, not racks"}, DEGRADED, "not racks"),
@@ -238,13 +252,10 @@ def test_a_healthy_store_has_no_problem() -> None:
         ({"durable_problem": "permission denied"}, DEGRADED, "permission denied"),
         ({"durable_unseen": "step 4: rank-0.0 is gone"}, DEGRADED, "durable /ck: step 4: rank-0.0 is gone"),
         ({"durable": None}, NOTE, "losing 2 hosts at once can lose"),
-        (
-            {"durable": None, "survives": [survival_row(0, "b")]},
-            NOTE, "losing b now loses the run",
-        ),
+        ({"durable": None, "survives": [survival_row(0, "b")]}, NOTE, "losing b now loses the run"),
         ({"skipped": 3, "skipped_s": 2.0}, NOTE, "3 steps skipped"),
     ],
-)  # fmt: skip
+)
 def test_each_problem_of_a_job_has_a_cause_and_a_remedy(changes: dict[str, Any], severity: str, cause: str) -> None:
     """One thing wrong gives one row that says what, how bad, and what to do."""
     (row,) = found(job_row(**changes))
@@ -289,8 +300,7 @@ def test_a_holder_short_of_descriptors_is_reported_with_numbers_and_remedies(
 def test_a_step_lost_from_ram_without_durable_is_unrecoverable_and_comes_first() -> None:
     """The worst problem is listed first, and decides."""
     rows = found(
-        job_row("fine", skipped=1, skipped_s=2.0),
-        job_row(survives=[survival_row(-1)], durable=None, durable_step=None),
+        job_row("fine", skipped=1, skipped_s=2.0), job_row(survives=[survival_row(-1)], durable=None, durable_step=None)
     )
     assert [row.severity for row in rows] == [UNRECOVERABLE, NOTE]
     assert worst(rows) == UNRECOVERABLE

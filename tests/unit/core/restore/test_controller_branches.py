@@ -96,8 +96,9 @@ def test_what_a_job_began_with_outlives_controllers_and_the_other_job() -> None:
     world.run(8.0)
     job = world.job("twig")
     assert (JOB in world.served.jobs, job.origin is not None and (job.origin.from_job, job.origin.step)) == (
-        False, (JOB, 2)
-    )  # fmt: skip
+        False,
+        (JOB, 2),
+    )
     assert [answer["step"] for answer in world.get(world.launch(3, job="twig"))] == [0, 0, 0]
     assert world.job("twig").origin == job.origin
     assert world.job("twig").attempts[2].origin is None

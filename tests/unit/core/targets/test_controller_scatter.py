@@ -66,9 +66,7 @@ def test_a_lost_hosts_ranks_are_restored_from_several_hosts() -> None:
     assert {answer["step"] for answer in answers} == {1}
     world.check_restored(answers)
     assert world.put_all(again, 2)
-    assert world.run_until(
-        lambda: all(len(world.holders_of(StepId(2, 2), rank)) == 2 for rank in range(RANKS)), 60.0
-    )  # fmt: skip
+    assert world.run_until(lambda: all(len(world.holders_of(StepId(2, 2), rank)) == 2 for rank in range(RANKS)), 60.0)
     for rank in range(RANKS):
         assert {HOSTS[host]["rack"] for host in world.holders_of(StepId(2, 2), rank)} == {"r0", "r1"}
 

@@ -107,14 +107,8 @@ def test_a_new_controller_and_a_replaced_rank_are_sent_the_same_writers() -> Non
         ([(0, 2), (1, 2), (0, 2), (0, 4)], "ranks 0, 1, 2 name shard_count=2; rank 3 names shard_count=4"),
         ([(0, 1), (0, 1), (0, 1), (None, None)], "ranks 0, 1, 2 name shard_count=1; rank 3 names none"),
         ([(0, 3), (1, 3), (0, 3), (1, 3)], "no rank names shard_rank 2 of shard_count=3"),
-        (
-            [(0, 2), (1, 2), (2, 2), (1, 2)],
-            "shards are numbered 0 to 1, but rank 2 names shard_rank=2",
-        ),
-        (
-            [(0, 1), (3, 1), (0, 1), (1, 1)],
-            "the only shard is 0, but rank 1 names shard_rank=3, rank 3",
-        ),
+        ([(0, 2), (1, 2), (2, 2), (1, 2)], "shards are numbered 0 to 1, but rank 2 names shard_rank=2"),
+        ([(0, 1), (3, 1), (0, 1), (1, 1)], "the only shard is 0, but rank 1 names shard_rank=3, rank 3"),
         ([(0, 5), (1, 5), (2, 5), (3, 5)], "shard_count=5, but 4 ranks can hold at most 4 shards"),
     ],
 )

@@ -9,13 +9,7 @@ import pytest
 from memstore.core.cluster.facts import HostsJoined
 from memstore.core.journal import compaction, records
 from memstore.core.journal.records import entry_from_record
-from memstore.core.wire.orders import (
-    Fence,
-    HostNews,
-    PushTargets,
-    Reserve,
-    WriteJournal,
-)
+from memstore.core.wire.orders import Fence, HostNews, PushTargets, Reserve, WriteJournal
 from memstore.testing.controller.world import JOB, ControllerWorld
 from recovery.inventory import StepId
 
@@ -109,9 +103,7 @@ def test_a_successor_sends_no_process_what_his_journal_has() -> None:
     world.run(6.0)
     orders = {host: [o for o in h.orders if isinstance(o, WriteJournal)] for host, h in world.holders.items()}
     assert all(found[0].keep is None for found in orders.values())
-    assert {host: len(orders[host][0].records) for host in orders} == {
-        "h0": 0, "h1": 0, "h2": 2,
-    }  # fmt: skip
+    assert {host: len(orders[host][0].records) for host in orders} == {"h0": 0, "h1": 0, "h2": 2}
     entries = [entry.record for entry in world.served.parts.journal.log.entries]
     assert all(holder.journal == entries for holder in world.holders.values())
 
