@@ -16,7 +16,7 @@ from memstore.core.arena.claimed_memory import Limit
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.replica_store import ReplicaStore
 from memstore.core.holder.reads import bring, fetch, ready
-from memstore.core.wire.calls import AskSteps, ReadStep
+from memstore.core.wire.calls import AskSteps, RankCall, ReadStep
 from memstore.core.wire.codec import encode
 from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.orders import Bring, CallAnswered, ChunkRange, Run
@@ -257,10 +257,13 @@ class Reader:
         self.link = HolderLink(holder.folder, nonce="reader")
         self.ranges = ShardRanges(self.link, "train", timeout_s=30.0)
 
-    def relay(self, stored: StoredReplica, call_id: int, request: ReadStep | AskSteps) -> None:
+    def relay(self, stored: StoredReplica, call_id: int, request: RankCall) -> None:
         if isinstance(request, AskSteps):
             none = StepList(attempt=1, steps=[], gone=[], attempts=[], pins={}, origin=None)
             self.holder.ranks.answer(call_id, encode(none), None)
+            return
+        if not isinstance(request, ReadStep):  # a tool of another test looks at every store of this machine
+            self.holder.ranks.answer(call_id, None, ["PeerUnreachable", "here is no controller"])
             return
         self.count += 1
         bad = stage(self.holder, order(stored, [[run.first, run.count] for run in request.chunks or ()], self.count))
