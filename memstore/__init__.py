@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from memstore.client.reader import reader as reader
     from memstore.client.store import Store as Store
     from memstore.client.ticket import Ticket as Ticket
-    from memstore.shell.tensors.registry import register as register
+    from memstore.shell.tensors.subclasses import register as register
 
 __version__ = "0.1.0"
 
@@ -48,7 +48,7 @@ _MODULES = {
     "Ticket": "memstore.client.ticket",
     "connect": "memstore.client.connect",
     "reader": "memstore.client.reader",
-    "register": "memstore.shell.tensors.registry",
+    "register": "memstore.shell.tensors.subclasses",
     "start": "memstore.admin.cluster",
     "status": "memstore.admin.cluster",
     "stop": "memstore.admin.cluster",

@@ -22,8 +22,7 @@ from benchmarks.report.harness import Options, Record
 from benchmarks.rigs.controller_rig import BEAT, CHUNKS, JOB, RANKS_PER_HOST, SILENCE_S, Cost, Fleet, Rig
 from memstore.config import Config
 from memstore.core.wire.calls import Called
-from memstore.shell.controller.controller import collect_rarely
-from memstore.shell.controller.holder_session import SessionEnded
+from memstore.shell.controller.controller import SessionEnded, collect_rarely
 from memstore.testing.requests import request_of
 
 HOSTS = 2048

@@ -41,8 +41,7 @@ from memstore.core.wire.reports import (
     Sealed,
     decode_holder_message,
 )
-from memstore.shell.controller.controller import Controller, FromInside
-from memstore.shell.controller.holder_session import Session
+from memstore.shell.controller.controller import Controller, FromInside, Session
 from memstore.shell.net.channel import Channel
 from memstore.testing.controller.holder import host_stats
 

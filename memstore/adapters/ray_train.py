@@ -33,9 +33,9 @@ from memstore.core.cluster.text import CAUSES
 from memstore.errors import RecoveryError
 from memstore.inplace.meeting import MeetingPlace, MeetingServer
 from memstore.inplace.membership import REPEATS, Failures
-from memstore.inplace.private_names import missing
 from memstore.inplace.ray_actors import SPARE_AFTER_S, warm_torch
 from memstore.inplace.reentry import join_meeting
+from memstore.inplace.reuse import missing
 
 # -- ray train spares ---------------------------------------------------------------------------------
 # Spares of Ray Train: workers outside of the worker group that wait, imports done, to take the place of a lost one.
@@ -289,9 +289,6 @@ def _is_there(answer: Any) -> bool:
     return bool(ray.wait([answer], timeout=0)[0])
 
 
-# -- ray train ----------------------------------------------------------------------------------------
-
-
 # -- ray train losses ---------------------------------------------------------------------------------
 # Ray Train: several workers lost at once, or a new one that no host has room for, do not end the job or hang it.
 
@@ -370,9 +367,6 @@ def _end_late(made: Future[list[Any]]) -> None:
     for worker in made.result() if made.exception() is None else ():
         with contextlib.suppress(Exception):
             ray.kill(worker.actor)
-
-
-# -- ray train ----------------------------------------------------------------------------------------
 
 
 # -- ray train names ----------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from memstore.config import Config, check_config, check_seconds
 from memstore.core.arena.claimed_memory import gib
 from memstore.core.durable.checks import CHECK_DEADLINE_S
-from memstore.core.report.json_rows import status_fields
 from memstore.core.report.problems import with_commands
 from memstore.core.wire.calls import AskLastCopies, AskStatus
 from memstore.core.wire.codec import Request
+from memstore.core.wire.replies import status_fields
 from memstore.distribution import installed_version
 from memstore.errors import CapacityError, ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
 from memstore.shell.arena.arena import Arena

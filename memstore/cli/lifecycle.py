@@ -19,10 +19,9 @@ from memstore.cli.options import (
 )
 from memstore.cli.output import ExitCode, count_text, data_console, plain_table, plural, print_json, say, size_text
 from memstore.config import Config
-from memstore.core.report.json_rows import host_fields
 from memstore.core.report.problems import drain_text
 from memstore.core.wire.calls import DrainHost
-from memstore.core.wire.replies import Status
+from memstore.core.wire.replies import Status, host_fields
 from memstore.core.wire.status_rows import HostRow
 from memstore.errors import ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
 

@@ -17,9 +17,8 @@ from memstore.cli.options import Where, where_options
 from memstore.cli.output import ExitCode, age_text, count_text, data_console, plain_table, plural, print_json, size_text
 from memstore.config import Config
 from memstore.core.cluster.text import listed, phases_text, replaced_text
-from memstore.core.report.json_rows import status_fields
 from memstore.core.report.problems import DEGRADED, STOPPED, UNRECOVERABLE, drain_text, is_over_limit, worst
-from memstore.core.wire.replies import Status
+from memstore.core.wire.replies import Status, status_fields
 from memstore.core.wire.status_rows import AttemptStatus, HostRow, JobRow, LaunchRow, ProblemRow, SurvivalRow
 from memstore.errors import MemstoreError
 

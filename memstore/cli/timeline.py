@@ -15,7 +15,7 @@ from rich.table import Table
 
 from memstore.cli.options import Where, where_options
 from memstore.cli.output import age_text, count_text, data_console, plain_table, plural, print_json, say, size_text
-from memstore.core.report.json_rows import job_fields
+from memstore.core.wire.replies import job_fields
 from memstore.core.wire.status_rows import AttemptRow, GoneRow, JobRow, OriginRow, StepRow
 
 AWAITED_SHOWN_MAX = 5

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from memstore.client.connect import newest_step_here
-from memstore.core.attempts.generation_key import generation_key
+from memstore.core.attempts.in_place import generation_key
 from memstore.core.cluster.text import listed
 from memstore.errors import ConfigError
 from memstore.inplace import watcher

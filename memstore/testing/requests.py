@@ -10,10 +10,9 @@ from msgspec import NODEFAULT
 from msgspec.structs import fields
 
 from memstore.core.report.event_kinds import event_fields
-from memstore.core.report.json_rows import status_fields
 from memstore.core.wire.calls import RankCall, decode_call
 from memstore.core.wire.codec import Message, encode, tag_of
-from memstore.core.wire.replies import Events, NothingStored, Status
+from memstore.core.wire.replies import Events, NothingStored, Status, status_fields
 
 KINDS: Mapping[str, Any] = {tag_of(kind): kind for kind in get_args(RankCall)}
 UNSAID: Mapping[str, Any] = {

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from example_runs import DEADLINE_S, EXAMPLES, command_of, environment, kill_all, wait_committed
 
-from memstore.shell.on_ray.membership import RayMembership
+from memstore.shell.on_ray.actors import RayMembership
 from memstore.testing.clusters.embedded import EmbeddedCluster
 from memstore.testing.clusters.processes import wait_for
 

@@ -18,7 +18,7 @@ from ray.train.v2.api.exceptions import TrainingFailedError
 from ray_train_in_place import RANKS
 
 from memstore.adapters.ray_train import NAMES, SPARE_NAMES, InPlaceTorchConfig, bundle_for_worker, spares_of
-from memstore.inplace.private_names import missing
+from memstore.inplace.reuse import missing
 from memstore.testing.clusters.embedded import EmbeddedCluster
 from memstore.testing.faults.processes import wait_gone, with_start_times
 from memstore.testing.ranks.in_place_job import (

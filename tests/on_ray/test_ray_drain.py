@@ -12,7 +12,7 @@ ray = pytest.importorskip("ray")
 
 from ray_job import ray_job  # noqa: E402
 
-from memstore.shell.on_ray.membership import RayMembership  # noqa: E402
+from memstore.shell.on_ray.actors import RayMembership  # noqa: E402
 from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
 from memstore.testing.clusters.processes import wait_for  # noqa: E402
 

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families  # noqa: E40
 from ray_job import ray_job  # noqa: E402
 
 import memstore  # noqa: E402
-from memstore.shell.on_ray.membership import RayMembership  # noqa: E402
+from memstore.shell.on_ray.actors import RayMembership  # noqa: E402
 from memstore.testing.clusters import processes  # noqa: E402
 from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
 

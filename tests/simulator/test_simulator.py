@@ -14,7 +14,7 @@ import pytest
 from repository import ROOT
 from variants import later
 
-from memstore.core.holder.answers import ForwardedCall
+from memstore.core.holder.ranks import ForwardedCall
 from memstore.core.wire.calls import SkipStep
 from memstore.shell.holder.pending_calls import Calls
 from memstore.testing.faults.catalogue import Fault, played_by

@@ -8,7 +8,7 @@ import shutil
 from memstore.client.put import Put
 from memstore.client.steps import Steps
 from memstore.config import Config
-from memstore.core.arena.share import PeerShare
+from memstore.core.arena.slot_table import PeerShare
 from memstore.core.wire.orders import StepLevel
 from memstore.core.wire.rank_messages import HolderEvent, PutTerms
 from memstore.shell.holder.holder import Holder

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from memstore.core.format.layout import row_major
 from memstore.errors import UnsupportedState
 from memstore.shell.device.side_stream import DeviceWrite, order_all
-from memstore.shell.native.copy_loops import Move
+from memstore.shell.native.loops import Move
 from memstore.shell.tensors.memory import TensorSource, flat_source
 from memstore.shell.tensors.slot_stream import SlotStream, move_all
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from memstore.core.arena.memory_ports import SlotMemory
 from memstore.core.arena.replica_index import ReplicaIndex
-from memstore.core.arena.share import PeerShare
+from memstore.core.arena.slot_table import PeerShare
 from memstore.errors import CapacityError
 
 _SIZES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"))

@@ -12,8 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from memstore.core.arena.share import PeerShare
-from memstore.core.arena.slot_table import SlotTable
+from memstore.core.arena.slot_table import PeerShare, SlotTable
 from recovery.inventory import Copy, ShardId, ShardSpec
 
 # an incoming replica costs memory of ours; a group of ten hosts with eight ranks each has 160 under way

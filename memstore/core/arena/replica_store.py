@@ -17,8 +17,7 @@ from memstore.core.arena.adoption import adopt
 from memstore.core.arena.claimed_memory import ClaimedMemory, Limit
 from memstore.core.arena.memory_ports import Clock, ManifestFiles, SealFollower, SlotHeader, SlotMemory
 from memstore.core.arena.replica_index import LOCAL_SENDER, IncomingReplica, ReplicaIndex, StoredReplica
-from memstore.core.arena.share import PeerShare
-from memstore.core.arena.slot_table import Owner, SlotState, SlotTable
+from memstore.core.arena.slot_table import Owner, PeerShare, SlotState, SlotTable
 from memstore.core.format.manifest import (
     Chunk,
     Manifest,

@@ -16,6 +16,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
+from memstore.core.wire.orders import Reserve
+
 
 class SlotState(IntEnum):
     """The states of R6; the numbers are the ones in the header table."""
@@ -252,3 +254,28 @@ class SlotTable:
             for number in numbers:
                 slot = self.slots[number]
                 assert slot.state is SlotState.LEASED, f"slot {number} is leased to {owner} but {slot.state.name}"
+
+
+# -- share --------------------------------------------------------------------------------------------
+# Room that one host reserves for one job. Pure (R10).
+
+
+@dataclass(slots=True)
+class PeerShare:
+    """Room reserved for one job on this host, in slots (R10)."""
+
+    attempt: int
+    ranks: dict[int, int]  # local rank -> slots
+    peer_slots: int
+    world_size: int = 0  # shards of another world size count for no rank's part; 0: all count
+    versions: int = 1  # how many versions the slots are for
+
+    @property
+    def total(self) -> int:
+        """All slots the job may use here."""
+        return sum(self.ranks.values()) + self.peer_slots
+
+
+def share_of(order: Reserve) -> PeerShare:
+    """Return the room that an order names."""
+    return PeerShare(order.attempt, dict(order.ranks), order.peer_slots, order.world_size, order.versions)

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from memstore.core.cluster.job import Attempt, Call
-from memstore.core.cluster.rank_calls import Replies
+from memstore.core.cluster.job import Attempt, Call, Replies
 from memstore.core.wire.calls import InPlace, Join, Rewind
 from recovery.inventory import StepId
 

@@ -6,29 +6,75 @@ fencing --every live host answered--> open --all ranks closed--> closed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import replace
 
-from memstore.core.attempts.attempt_numbers import AttemptNumbers
 from memstore.core.attempts.gathering import Entrant, Gathering, joining
-from memstore.core.attempts.generation_key import newer_number, run_of
-from memstore.core.attempts.in_place import recovery_before
+from memstore.core.attempts.in_place import newer_number, recovery_before, run_of
 from memstore.core.cluster.collective import gather_timeout, job_removed, missing_ranks
-from memstore.core.cluster.effects import Effects
-from memstore.core.cluster.events import AttemptBegun, AttemptUnfenced, RankGone
+from memstore.core.cluster.effects import AttemptBegun, AttemptUnfenced, Effects, RankGone
 from memstore.core.cluster.facts import AttemptClosed, AttemptOpened, RestoreDecided
 from memstore.core.cluster.job import Attempt, AttemptMember, Call, Job
 from memstore.core.cluster.state import ClusterState
-from memstore.core.cluster.text import named_hosts
-from memstore.core.durable.marker_listing import DurableMarkers
+from memstore.core.cluster.text import listed, named_hosts, plural
+from memstore.core.durable.markers import DurableMarkers
 from memstore.core.durable.paths import place_of
 from memstore.core.journal.replication import Journal
 from memstore.core.targets.targets import ClusterView
-from memstore.core.wire.calls import CloseStore, Join
+from memstore.core.wire.calls import CloseStore, Join, Rewind
 from memstore.core.wire.orders import DurablePlace, Fence
 from memstore.core.wire.replies import Joined, Noted
+from memstore.core.wire.status_rows import LaunchRow
 from recovery.inventory import StepId
+
+# -- attempt numbers ----------------------------------------------------------------------------------
+# Which number the next attempt of a job gets: one that no other launch has, as far as is known. Pure (R16, R20).
+
+
+LEFT_FREE = 1000  # numbers that launches may have which only absent hosts know of
+
+
+class AttemptNumbers:
+    """Numbers of attempts, of all jobs."""
+
+    def __init__(self, state: ClusterState, out: Effects, journal: Journal) -> None:
+        self.state, self.out, self.journal = state, out, journal
+        self._opened: set[str] = set()  # jobs of which this controller has opened an attempt
+
+    def next(self, name: str) -> int:
+        """Return the number of the attempt that is opened now.
+
+        Hosts that had the newest steps and that this controller has never seen may have gone on without those that are
+        here. So may any host that is expected and has not come, of a job that no host here knows. Two launches of one
+        number would be taken for one, and their shards for one step: their numbers are left free.
+        """
+        job, known_job = self.state.jobs.get(name), self.state.known_job(name)
+        unapplied = [x.attempt for x in self.journal.log.unapplied() if isinstance(x, AttemptOpened) and x.job == name]
+        known = job.newest_number if job is not None else 0
+        attempt_number = max([known, self.state.removed.get(name, 0), *unapplied]) + 1
+        is_first = name not in self._opened
+        absent = (self._absent(known_job) if known_job is not None else self._late()) if is_first else set()
+        self._opened.add(name)
+        if not absent:
+            return attempt_number
+        why = "had its newest steps and may know of launches" if known_job is not None else "may know the job"
+        why = f"{named_hosts(absent)}, not here yet, {why}"
+        self.out.log(f"job {name!r}: attempt {attempt_number + LEFT_FREE} follows {known}: {why}", "warning")
+        return attempt_number + LEFT_FREE
+
+    def _late(self) -> set[str]:
+        return self.state.expected_hosts - self.state.hosts.states.keys()
+
+    def _absent(self, job: Job) -> set[str]:
+        named = {host for fact in job.commits.values() for hosts in fact.hosts for host in hosts}
+        if job.newest is not None:
+            named |= {member.host_id for member in job.newest.members.values()}
+        return named - self.state.hosts.states.keys()
+
+
+# -- join ---------------------------------------------------------------------------------------------
+
 
 ACTIVE_WINDOW_S = 60.0  # a launch whose ranks were active this recently is not replaced silently (R20)
 MARKERS_DEADLINE_S = 15.0  # a durable store that does not list its markers by then cannot be read
@@ -561,3 +607,92 @@ def _unreadable(name: str, why: str) -> str:
         f"job {name!r}: no host knows it and its durable storage cannot be read: {why}. Make it readable, or connect "
         "with durable=None if it holds nothing of this job"
     )
+
+
+# -- launches -----------------------------------------------------------------------------------------
+# Incomplete launches: which ranks have come, which are awaited. Pure; read `join.py` for the rules.
+
+
+LISTED_MAX = 1000  # ranks that one answer names
+
+
+def launches(state: ClusterState, attempts: Attempts) -> list[LaunchRow]:
+    """Return a row for each job that some rank waits to join or to rewind."""
+    names = attempts.gatherings.keys() | attempts.opening.keys()
+    return [row for name in sorted(names) if (row := launch(state, attempts, name)) is not None]
+
+
+def launch(state: ClusterState, attempts: Attempts, name: str) -> LaunchRow | None:
+    """Return how far the launch of a job is, None if no rank waits for one."""
+    gathering = attempts.gatherings.get(name)
+    if gathering is not None:
+        return _gathering(state, name, gathering)
+    waiting = attempts.opening.get(name)
+    return _opening(state, attempts, name, waiting) if waiting else None
+
+
+def _gathering(state: ClusterState, name: str, gathering: Gathering) -> LaunchRow:
+    missing = [rank for rank in range(gathering.world_size) if rank not in gathering.joins]
+    waiting = list(gathering.joins.values())
+    awaited = f"{'rank' if len(missing) == 1 else 'ranks'} {listed(missing)}"
+    until_s = min(each.call.since_s + each.limit_s for each in waiting)
+    if gathering.markers_call:
+        until_s = gathering.listing_since_s + MARKERS_DEADLINE_S
+        awaited = f"host {gathering.joins[0].call.host_id} to list what durable storage has of the job"
+    elif gathering.late_hosts and not missing:
+        until_s = min(gathering.opens_by_s, state.late_until_s)
+        awaited = f"{named_hosts(gathering.late_hosts)}, which may know the job"
+    return LaunchRow(
+        job=name,
+        phase="listing" if gathering.markers_call else "gathering",
+        since_s=_since_s(state, waiting),
+        awaited=awaited,
+        ranks=len(waiting),
+        world_size=gathering.world_size,
+        missing=missing[:LISTED_MAX],
+        is_rewind=gathering.rewind is not None,
+        left_s=max(0.0, until_s - state.now),
+    )
+
+
+def _opening(state: ClusterState, attempts: Attempts, name: str, waiting: list[Entrant]) -> LaunchRow:
+    """A complete launch: hosts journal the attempt, then refuse the ranks of older ones."""
+    waits, deadline_s = attempts.fence_waits.get(name, (set(), None))
+    hosts = sorted(waits)
+    awaited, left_s = "its hosts to write the attempt down", None
+    if deadline_s is not None:
+        more = f" and {len(hosts) - 10} more" if len(hosts) > 10 else ""
+        awaited = f"{plural(len(hosts), 'host')} to refuse ranks of older attempts ({', '.join(hosts[:10])}{more})"
+        left_s = max(0.0, min(deadline_s - state.now, FENCE_DEADLINE_S))
+    world_size = _world_size(state, attempts, name, waiting)
+    return LaunchRow(
+        job=name,
+        phase="fencing" if deadline_s is not None else "opening",
+        since_s=_since_s(state, waiting),
+        awaited=awaited,
+        ranks=world_size,
+        world_size=world_size,
+        missing=[],
+        is_rewind=isinstance(waiting[0].call.request, Rewind),
+        left_s=left_s,
+    )
+
+
+def _world_size(state: ClusterState, attempts: Attempts, name: str, waiting: list[Entrant]) -> int:
+    """Return the ranks of the attempt that is written down: rewind() does not name it."""
+    facts = [fact for fact in attempts.journal.log.unapplied() if isinstance(fact, AttemptOpened) and fact.job == name]
+    if facts:
+        return facts[-1].world_size
+    job = state.jobs.get(name)
+    return job.newest.world_size if job is not None and job.newest is not None else len(waiting)
+
+
+def _since_s(state: ClusterState, waiting: list[Entrant]) -> float:
+    return state.now - min(each.call.since_s for each in waiting)
+
+
+def come_text(ranks: int, world_size: int, missing: Sequence[int]) -> str:
+    """Return "1 of 2 ranks have come"."""
+    if missing:
+        return f"{ranks} of {plural(world_size, 'rank')} have come"
+    return "its rank has come" if world_size == 1 else f"all {world_size} ranks have come"

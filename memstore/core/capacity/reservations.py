@@ -10,13 +10,11 @@ from dataclasses import dataclass, field, replace
 
 from memstore.core.capacity.retention import Retention
 from memstore.core.cluster.collective import attempt_of, gather_timeout, job_removed, newer_attempt
-from memstore.core.cluster.effects import Effects
+from memstore.core.cluster.effects import Effects, SentOrders
 from memstore.core.cluster.facts import SlotsReserved
-from memstore.core.cluster.job import Attempt, Call, Job, LeaseRoom
-from memstore.core.cluster.kept_steps import kept_steps, versions_count
-from memstore.core.cluster.rank_calls import RankCalls
-from memstore.core.cluster.sent_orders import SentOrders
+from memstore.core.cluster.job import Attempt, Call, Job, LeaseRoom, RankCalls
 from memstore.core.cluster.state import ClusterState
+from memstore.core.cluster.step_lookup import kept_steps, versions_count
 from memstore.core.cluster.text import listed_pins
 from memstore.core.journal.replication import Journal
 from memstore.core.targets.targets import ClusterView, PeerHostLookup

@@ -2,14 +2,127 @@
 
 from __future__ import annotations
 
-from memstore.core.capacity.drop_orders import Drops
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from memstore.core.cluster import facts as f
+from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Job
-from memstore.core.cluster.kept_steps import kept_steps, versions_count
 from memstore.core.cluster.state import ClusterState
-from memstore.core.journal.compaction import compact
+from memstore.core.cluster.step_lookup import kept_steps, versions_count
 from memstore.core.journal.replication import Journal
+from memstore.core.wire.ids import WireShard
+from memstore.core.wire.orders import FreeCopies, TermNumber
+from memstore.core.wire.reports import Freed
 from recovery.inventory import ShardId, StepId
 from recovery.lineage import in_lineage
+
+# -- compaction ---------------------------------------------------------------------------------------
+# Which facts of the past nothing needs any more, so that journals stay short. Pure (R16).
+
+
+JOURNAL_NBYTES_MIN = 64 << 10  # journals shorter than this are not worth rewriting
+
+
+def compact(state: ClusterState, journal: Journal) -> None:
+    """Forget facts that are not needed, and have the journals rewritten once they are half as long."""
+    if journal.log.journal_nbytes < JOURNAL_NBYTES_MIN:
+        return
+    journal.log.shorten(lambda fact: shorter(state, fact))
+    if journal.log.compact(lambda fact: is_needed(state, fact)):
+        journal.shorten()
+
+
+def shorter(state: ClusterState, fact: f.Fact) -> f.Fact:
+    """Return the part of a fact that is still needed, which may be the whole fact.
+
+    An ended attempt keeps its number, its parent, its key and its launch options: lineage, crash loops and
+    spent keys need them (R20, R22, R25). Its processes are not needed any more once a later attempt has committed.
+    """
+    if not isinstance(fact, f.AttemptOpened) or not fact.hosts:
+        return fact
+    job = state.jobs.get(fact.job)
+    attempt, newest = (job.attempts.get(fact.attempt), job.newest) if job is not None else (None, None)
+    if job is None or attempt is None or newest is None or fact.attempt >= newest.attempt_number:
+        return fact
+    if job.newest_commit(newest.attempt_number) < 0:
+        return fact
+    attempt.members, attempt.needs = {}, {}
+    return replace(fact, nonces=(), hosts=(), shard_of=(), writers=())
+
+
+def is_needed(state: ClusterState, fact: f.Fact) -> bool:
+    """Return whether a successor would know less without this fact."""
+    job = state.jobs.get(getattr(fact, "job", ""))
+    if isinstance(fact, f.StepCommitted):
+        return job is not None and job.commits.get(StepId(fact.attempt, fact.step)) == fact
+    if isinstance(fact, f.StepSkipped):
+        newest = max(job.commits, default=None) if job is not None else None
+        return newest is None or StepId(fact.attempt, fact.step) > newest
+    if isinstance(fact, f.SlotsReserved):
+        return job is not None and fact.attempt == job.newest_number
+    if isinstance(fact, f.StepPinned):
+        return job is not None and job.pins.get(fact.name) == fact
+    if isinstance(fact, f.StepUnpinned):
+        return False  # nor is the pin that it took back
+    if isinstance(fact, f.HostsJoined | f.JobRemoved):
+        return True
+    if isinstance(fact, f.HostDraining):
+        return fact.until_s is not None and state.draining.get(fact.host_id) == fact.until_s
+    return job is not None
+
+
+# -- drop orders --------------------------------------------------------------------------------------
+# Copies that hosts are ordered to free, and that do not count from then on. Pure (R7, R19).
+
+
+class Drops:
+    """Orders to free copies, until each is obeyed."""
+
+    def __init__(self, state: ClusterState, out: Effects, term: int) -> None:
+        self.state, self.out, self.term = state, out, term
+        self._ordered: dict[str, dict[ShardId, set[int]]] = {}  # host -> copy -> numbers of the orders it has to obey
+        self._given_count = 0
+
+    def order(self, host: str, shards: Sequence[ShardId]) -> None:
+        """Order a host to free copies; the caller takes them off the job."""
+        self._given_count += 1
+        ordered = self._ordered.setdefault(host, {})
+        for shard in shards:
+            ordered.setdefault(shard, set()).add(self._given_count)
+        number = TermNumber(self.term, self._given_count)
+        self.out.send(host, FreeCopies(shards=tuple(map(WireShard.of, shards)), number=number))
+
+    def freed(self, host: str, report: Freed) -> None:
+        """Note that a host has freed copies, perhaps for an earlier session or controller."""
+        ordered = self._ordered.get(host, {})
+        for shard in (row.id for row in report.shards):
+            numbers = ordered.get(shard, set())
+            if report.number is not None and report.number.term == self.term:
+                numbers.discard(report.number.number)
+            if not numbers:
+                ordered.pop(shard, None)
+            self._uncount(shard, host)
+
+    def _uncount(self, shard: ShardId, host: str) -> None:
+        """Take a copy off its job, if it was counted in an inventory while an older order was still to be obeyed."""
+        job = self.state.jobs.get(shard.job)
+        step = StepId(shard.attempt, shard.step)
+        if job is not None and host in job.copies.get(step, {}).get(shard.rank, {}):
+            job.drop_copy(shard, host)
+
+    def is_ordered(self, host: str, shard: ShardId) -> bool:
+        """Return whether a host has yet to free a copy, so that a report of it is outdated."""
+        return shard in self._ordered.get(host, ())
+
+    def forget_host(self, host: str) -> None:
+        """Forget a host's orders: a new session begins with its inventory, and older orders may be lost."""
+        self._ordered.pop(host, None)
+
+
+# -- retention ----------------------------------------------------------------------------------------
+
 
 STEPS_REMEMBERED = 1000  # phases of older steps say nothing that the newest commit does not say
 

@@ -8,13 +8,75 @@ note --> the store events that people and metrics see (report/event_kinds.py)
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from memstore.core.cluster.events import Happened
-from memstore.core.cluster.job import Call
+from msgspec import structs
+
+from memstore.core.cluster.job import AttemptMember, Call, Job
 from memstore.core.wire.messages import Action, AnswerCall, LogLine, SendOrder
-from memstore.core.wire.orders import Order
+from memstore.core.wire.orders import Order, PushTargets, Reserve, TermNumber
 from memstore.core.wire.replies import Reply
+
+# -- events -------------------------------------------------------------------------------------------
+# What happened inside the controller, for parts that stand above the one that did it. Plain data.
+
+
+@dataclass(frozen=True, slots=True)
+class CommitApplied:
+    """A step's commit has reached enough journals."""
+
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class DrainChanged:
+    """A host has notice of its end, or has it no more."""
+
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class PersistAsked:
+    """A person or a script wants a step on durable storage now."""
+
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptBegun:
+    """An attempt's fact has reached enough journals: older attempts are over."""
+
+    job: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptUnfenced:
+    """Every live host refuses ranks of older attempts, and has sent its inventory."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankGone:
+    """The process of a rank of the newest attempt has said bye, or is dead."""
+
+    job: Job
+    member: AttemptMember
+
+
+@dataclass(frozen=True, slots=True)
+class JobForgotten:
+    """A job's removal has reached enough journals: nothing of it is known any more."""
+
+    job: str
+
+
+Happened = CommitApplied | DrainChanged | PersistAsked | AttemptBegun | AttemptUnfenced | RankGone | JobForgotten
+
+
+# -- effects ------------------------------------------------------------------------------------------
 
 
 def _nothing() -> None:
@@ -60,3 +122,44 @@ class Effects:
     def emit(self, happened: Happened) -> None:
         """Have every part react that has a reaction; returns when all have."""
         self.react(happened)
+
+
+# -- sent orders --------------------------------------------------------------------------------------
+# Remembers the last order of each kind that a host was sent for a job: an equal one is not sent again (R10, R13).
+
+
+JobOrder = Reserve | PushTargets
+
+
+class SentOrders:
+    """The orders sent last, by host, kind and job. A host that begins a session, or refused an order, has none."""
+
+    def __init__(self) -> None:
+        self._orders: dict[str, dict[tuple[type[JobOrder], str], JobOrder]] = {}
+
+    def is_known(self, host: str, order: JobOrder) -> bool:
+        """Return whether a host has this very order already, whatever its number."""
+        known = self._orders.get(host, {}).get((type(order), order.job))
+        return known is not None and _unnumbered(known) == _unnumbered(order)
+
+    def note(self, host: str, order: JobOrder) -> None:
+        """Note the order that a host is sent now."""
+        self._orders.setdefault(host, {})[type(order), order.job] = order
+
+    def refused(self, host: str, kind: type[JobOrder], job: str) -> None:
+        """Forget an order that a host refused, so that it is sent again."""
+        self._orders.get(host, {}).pop((kind, job), None)
+
+    def forget_host(self, host: str) -> None:
+        """Forget the orders of a host that died, or has begun a new session."""
+        self._orders.pop(host, None)
+
+    def forget(self, name: str) -> None:
+        """Forget the orders of a removed job."""
+        for orders in self._orders.values():
+            for key in [key for key in orders if key[1] == name]:
+                del orders[key]
+
+
+def _unnumbered(order: JobOrder) -> JobOrder:
+    return structs.replace(order, number=TermNumber(0, 0)) if isinstance(order, Reserve) else order

@@ -13,17 +13,83 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from memstore.core.cluster.facts import AttemptOpened, JobBranched, StepCommitted, StepPinned, StepRetired
-from memstore.core.cluster.recovery import Recovery
-from memstore.core.cluster.step_phases import StepPhases
 from memstore.core.schedule.put_interval import PutCosts
 from memstore.core.schedule.step_pace import Pace
 from memstore.core.wire.codec import Request
+from memstore.core.wire.replies import Reply
+from memstore.core.wire.status_rows import ReplacedRow
 from placement.groups import Placement
 from recovery.inventory import CommitFact, Copy, DurableMarker, Inventory, ShardId, ShardSpec, StepId
 from recovery.lineage import AttemptFact, Span, in_lineage, lineage
+
+# -- recovery -----------------------------------------------------------------------------------------
+# A recovery in place: who was replaced, and how long its phases took. Plain data.
+
+
+@dataclass(slots=True)
+class Recovery:
+    """From a loss to the first commit of the generation after it.
+
+    Up to its join the rank measures the phases on its clock, then the controller on its own: no phase is a difference
+    between two clocks.
+    """
+
+    replaced: tuple[ReplacedRow, ...]
+    rank: int  # the last to join: the phases are those that it waited for
+    host: str
+    since_s: float  # on the controller's clock: when the newest phase ended
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase, in their order
+
+    def end_phase(self, phase: str, now: float) -> None:
+        """Add the time since the phase before."""
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + max(0.0, now - self.since_s)
+        self.since_s = max(now, self.since_s)
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the generation has committed a step."""
+        return "first_step" in self.seconds
+
+
+# -- step phases --------------------------------------------------------------------------------------
+# The phases of one attempt's steps, with what every seal asks of them at hand. Pure.
+
+
+StepPhase = Literal["open", "committing", "committed", "abandoned", "superseded"]
+
+
+class StepPhases(dict[int, StepPhase]):
+    """Step -> phase. Every step gets thousands of seals, so no seal may look at all steps that are remembered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: set[int] = set()  # steps whose phase is "open"
+        self.newest_decided = -1  # the newest step that was ever committing or committed; -1 if none
+
+    def __setitem__(self, step: int, phase: StepPhase) -> None:
+        super().__setitem__(step, phase)
+        if phase == "open":
+            self.open.add(step)
+            return
+        self.open.discard(step)
+        if phase in ("committing", "committed"):
+            self.newest_decided = max(self.newest_decided, step)
+
+    def __delitem__(self, step: int) -> None:
+        super().__delitem__(step)
+        self.open.discard(step)
+
+    def begin(self, step: int) -> None:
+        """Open a step, unless its phase is known."""
+        if step not in self:
+            self[step] = "open"
+
+
+# -- job ----------------------------------------------------------------------------------------------
+
 
 PUT_STEPS_KEPT = 3  # of each rank, to say who puts what
 
@@ -461,3 +527,34 @@ def commit_fact(fact: StepCommitted) -> CommitFact:
         dict(enumerate(fact.hosts)),
         fact.is_degraded,
     )
+
+
+# -- rank calls ---------------------------------------------------------------------------------------
+# The calls of one collective call, by rank. Plain data; read `collective.py` for the rules.
+
+
+Q = TypeVar("Q", bound=Request[Any])
+
+
+class Replies(Protocol):
+    """Takes the replies to calls."""
+
+    def answer(self, call: Call[Any], reply: Reply) -> None:
+        """Answer a call."""
+
+    def refuse(self, call: Call[Any], error: str, message: str) -> None:
+        """Answer a call with an error."""
+
+
+class RankCalls(dict[int, Call[Q]], Generic[Q]):
+    """Rank -> its call."""
+
+    def answer_all(self, out: Replies, reply: Reply) -> None:
+        """Answer every rank alike."""
+        for call in self.values():
+            out.answer(call, reply)
+
+    def refuse_all(self, out: Replies, error: str, message: str) -> None:
+        """Refuse every rank alike."""
+        for call in self.values():
+            out.refuse(call, error, message)

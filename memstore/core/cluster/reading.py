@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from memstore.core.cluster.job import Call
-from memstore.core.cluster.rank_calls import RankCalls
+from memstore.core.cluster.job import Call, RankCalls
 from memstore.core.wire.calls import Get, ReadStep, ShardLoaded
 from memstore.core.wire.replies import RestoreReport
 from recovery.inventory import ShardId, StepId

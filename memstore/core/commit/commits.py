@@ -8,12 +8,10 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from memstore.core.capacity.drop_orders import Drops
 from memstore.core.capacity.reservations import Reservations
-from memstore.core.capacity.retention import Retention
+from memstore.core.capacity.retention import Drops, Retention
 from memstore.core.cluster.collective import attempt_of
-from memstore.core.cluster.effects import Effects
-from memstore.core.cluster.events import CommitApplied
+from memstore.core.cluster.effects import CommitApplied, Effects
 from memstore.core.cluster.facts import StepCommitted, StepSkipped
 from memstore.core.cluster.failures import mtbf_s
 from memstore.core.cluster.job import Attempt, AttemptMember, Call, Job
@@ -24,10 +22,9 @@ from memstore.core.schedule.put_interval import PutCosts, decide_steps, lead_end
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.measured import seconds
 from memstore.core.wire.orders import DropJob, FreeCopies, StepLevel
 from memstore.core.wire.replies import Skipped
-from memstore.core.wire.reports import PutTimes
+from memstore.core.wire.reports import PutTimes, seconds
 from memstore.intervals import parse_put_every
 from placement.topology import is_finer
 from recovery.inventory import Copy, ShardId, StepId

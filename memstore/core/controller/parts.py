@@ -7,26 +7,20 @@ from __future__ import annotations
 
 from memstore.core.attempts.join import Attempts
 from memstore.core.attempts.rewind import Rewinds
-from memstore.core.capacity.drop_orders import Drops
 from memstore.core.capacity.reservations import Reservations
-from memstore.core.capacity.retention import Retention
-from memstore.core.cluster.effects import Effects
-from memstore.core.cluster.sent_orders import SentOrders
+from memstore.core.capacity.retention import Drops, Retention
+from memstore.core.cluster.effects import Effects, SentOrders
 from memstore.core.cluster.state import ClusterState
 from memstore.core.commit.commits import StepCommits
 from memstore.core.durable.checks import DurableChecks, DurableLooks
-from memstore.core.durable.departures import Departures
-from memstore.core.durable.last_copies import LastCopyFinder
-from memstore.core.durable.marker_listing import DurableMarkers
+from memstore.core.durable.departures import Departures, LastCopyFinder
+from memstore.core.durable.markers import DurableMarkers
 from memstore.core.durable.persist import Persists
 from memstore.core.durable.states import DurableStates
 from memstore.core.durable.writes import DurableOrders
-from memstore.core.history.job_removal import JobRemoval
-from memstore.core.history.orphans import Orphans
-from memstore.core.history.pins import Pins
-from memstore.core.history.retirement import Retirement
-from memstore.core.journal.replication import Journal
-from memstore.core.journal.waiters import Waiters
+from memstore.core.history.job_removal import JobRemoval, Orphans
+from memstore.core.history.pins import Pins, Retirement
+from memstore.core.journal.replication import Journal, Waiters
 from memstore.core.repair.repair import Repair
 from memstore.core.report.dry_run import DryRuns
 from memstore.core.report.recorder import EventRecorder

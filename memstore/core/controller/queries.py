@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from memstore.core.attempts.launches import come_text, launch
+from memstore.core.attempts.join import come_text, launch
 from memstore.core.cluster.facts import StepRetired
 from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.text import named_hosts

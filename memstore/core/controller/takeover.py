@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from memstore.core.cluster import facts as f
 from memstore.core.cluster.job import AttemptMember, Job
 from memstore.core.cluster.text import NAMED_MAX
-from memstore.core.controller.membership import Membership
 from memstore.core.controller.parts import Parts
+from memstore.core.controller.reactions import Membership
 from memstore.core.journal.records import Entry
 from memstore.core.wire.messages import Event, HostBeat, HostLost, HostUp, LeaseRenewed, Tick
 from memstore.core.wire.orders import DropJob, TakeIncarnation

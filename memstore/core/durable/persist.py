@@ -16,8 +16,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from memstore.core.cluster.collective import job_removed
-from memstore.core.cluster.effects import Effects
-from memstore.core.cluster.events import PersistAsked
+from memstore.core.cluster.effects import Effects, PersistAsked
 from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.step_lookup import Refusal, named_step, why_not_whole

@@ -9,7 +9,7 @@ different bytes never meet. One file:
     ... after that   chunks, as stored: plain, or compressed where the top bit of the size is set, or encrypted
 
 The sizes must add up to the file's, so a slice cut short or altered in its frame is refused before anything is
-allocated. Chunk bytes are checked by the reader against the manifest. Read `marker_format.py` next.
+allocated. Chunk bytes are checked by the reader against the manifest. Read `markers.py` next.
 """
 
 from __future__ import annotations

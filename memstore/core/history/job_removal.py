@@ -11,15 +11,13 @@ never expired: a finished run looks like one whose owner is away for a long week
 from __future__ import annotations
 
 from memstore.core.attempts.join import Attempts
-from memstore.core.cluster.effects import Effects
-from memstore.core.cluster.events import JobForgotten
+from memstore.core.cluster.effects import Effects, JobForgotten
 from memstore.core.cluster.facts import Fact, JobRemoved, StepCommitted, StepPinned, StepRetired
 from memstore.core.cluster.job import Call, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import listed_pins
 from memstore.core.durable.checks import DurableChecks
-from memstore.core.journal.replication import Journal
-from memstore.core.journal.waiters import Waiters
+from memstore.core.journal.replication import Journal, Waiters
 from memstore.core.restore.single_read import job_of
 from memstore.core.wire.calls import RemoveJob
 from memstore.core.wire.ids import WireShard
@@ -164,3 +162,71 @@ class JobRemoval:
         for host in state.hosts.live_ids():
             self.out.send(host, order)
         self.waiters.fill(fact, shards=len(shards))
+
+
+# -- orphans ------------------------------------------------------------------------------------------
+# Jobs of a forgotten store: when they leave RAM. Pure (R5, R23).
+
+
+TTL_S = 86_400.0  # of a job of which only copies are known
+GRACE_S = 600.0  # for a launch to come after the last of the job's hosts; at most the time that makes an orphan
+
+
+class Orphans:
+    """Drops forgotten jobs."""
+
+    def __init__(self, state: ClusterState, out: Effects, journal: Journal, job_removal: JobRemoval) -> None:
+        self.state, self.out, self.journal, self.job_removal = state, out, journal, job_removal
+        self.used: set[str] = set()  # jobs that a rank asked for since this controller began
+
+    def tick(self) -> None:
+        """Remove forgotten jobs, if some host was idle for long enough."""
+        longest_s = max((state.idle_s for state in self.state.hosts.states.values()), default=0.0)
+        for job in list(self.state.jobs.values()):
+            ttl_s = float(job.newest.config["job_ttl_s"]) if job.newest is not None else TTL_S
+            idle_s = self._idle_s(job, ttl_s) if 0 < ttl_s <= longest_s else None
+            if idle_s is not None and not self._is_removed(job):
+                newest = f"step {max(job.commits).step} is the newest committed" if job.commits else "none is committed"
+                self.out.log(
+                    f"job {job.name!r}: its steps, of which {newest}, are dropped from RAM: no holder of hosts "
+                    f"{', '.join(sorted(self._named(job)))} had run for {idle_s:.0f} s",
+                    "warning",
+                )
+                self.job_removal.remove(job, is_forgotten=job.has_history)
+
+    def _idle_s(self, job: Job, ttl_s: float) -> float | None:
+        """Return how long no holder of the job's hosts had run before they came; None if it is no orphan."""
+        if job.name in self.used:
+            return None
+        hosts, named = self.state.hosts.states, self._named(job)
+        if not named or not named <= hosts.keys() or job.pins or self.job_removal.is_in_use(job):
+            return None
+        members = job.newest.members.values() if job.newest is not None and job.newest.phase != "closed" else ()
+        if any(member.is_alive for member in members):
+            self.used.add(job.name)
+        states = [hosts[host] for host in named]
+        since_s = max(state.since_s for state in states)
+        is_early = self.state.now - since_s < min(GRACE_S, ttl_s)
+        if job.name in self.used or is_early or any(state.status != "live" for state in states):
+            return None
+        idle_s = min(state.idle_s for state in states)
+        return idle_s if idle_s >= ttl_s else None
+
+    def _named(self, job: Job) -> set[str]:
+        """Return the hosts that hold some of it, or may know more of it than those that are here."""
+        named = {host for host, steps in job.on_host.items() if steps}
+        newest = job.commits.get(max(job.commits, default=StepId(0, 0)))
+        named |= {host for hosts in newest.hosts for host in hosts} if newest is not None else set()
+        return named | {member.host_id for member in job.newest.members.values()} if job.newest is not None else named
+
+    def _is_removed(self, job: Job) -> bool:
+        return any(isinstance(fact, JobRemoved) and fact.job == job.name for fact in self.journal.log.unapplied())
+
+    def asked(self, name: str) -> None:
+        """Note that a rank asks for a job, so that it does not count as forgotten."""
+        if name in self.state.jobs:
+            self.used.add(name)
+
+    def forget(self, name: str) -> None:
+        """Forget a removed job."""
+        self.used.discard(name)

@@ -1,4 +1,6 @@
-"""Named pins: a committed step that a person named stays in RAM, in room of its own. Pure (R10, R19).
+"""Steps that people treat by name: pinned, or not offered again. Pure (R10, R19, R25).
+
+A pin: a committed step that a person named stays in RAM, in room of its own.
 
 asked --whole in RAM--> room claimed on every host --StepPinned spread--> pinned --StepUnpinned spread--> not pinned
 """
@@ -9,15 +11,16 @@ from memstore.config import check_name
 from memstore.core.capacity.reservations import Reservations
 from memstore.core.capacity.retention import Retention
 from memstore.core.cluster.effects import Effects
-from memstore.core.cluster.facts import Fact, StepPinned, StepUnpinned
+from memstore.core.cluster.facts import Fact, StepPinned, StepRetired, StepUnpinned
 from memstore.core.cluster.job import Call, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.step_lookup import named_step, why_not_whole
 from memstore.core.cluster.text import listed_pins
-from memstore.core.journal.replication import Journal
-from memstore.core.journal.waiters import Waiters
-from memstore.core.wire.calls import PinStep, UnpinStep
-from memstore.core.wire.replies import PinNoted
+from memstore.core.journal.replication import Journal, Waiters
+from memstore.core.restore.rounds import Rounds
+from memstore.core.restore.single_read import job_of
+from memstore.core.wire.calls import PinStep, RetireStep, UnpinStep
+from memstore.core.wire.replies import Noted, PinNoted
 from memstore.errors import ConfigError
 from recovery.inventory import StepId
 
@@ -148,3 +151,33 @@ class Pins:
 
 def _answer(pin: StepPinned) -> PinNoted:
     return PinNoted(job=pin.job, name=pin.name, attempt=pin.attempt, step=pin.step)
+
+
+# -- retirement ---------------------------------------------------------------------------------------
+# Steps that are not offered again: a person says so, or a rank saw that its bytes are of two moments. Pure (R25).
+
+
+class Retirement:
+    """Takes requests to retire steps, and makes their facts true."""
+
+    def __init__(self, state: ClusterState, out: Effects, journal: Journal, waiters: Waiters, rounds: Rounds) -> None:
+        self.state, self.out, self.journal, self.waiters, self.rounds = state, out, journal, waiters, rounds
+
+    def ask(self, call: Call[RetireStep]) -> None:
+        """Retire a step: by command, or because its rank saw that it is torn (R25)."""
+        job, request = job_of(self.state, self.out, call), call.request
+        if job is None:
+            return
+        reason = request.reason or "by request, without a reason"
+        fact = StepRetired(job.name, request.attempt, request.step, reason, request.is_torn)
+        if not self.waiters.is_awaited(fact):
+            self.journal.record(fact)
+        self.waiters.add(fact, call, Noted(), is_done_by_removal=True)
+
+    def apply(self, fact: StepRetired) -> None:
+        """Answer the call: the fact is replicated, so a successor has it too (R16)."""
+        job = self.state.jobs.get(fact.job)
+        if job is not None:  # else it was removed meanwhile
+            job.retire(fact)
+        if job is not None and fact.is_torn:
+            self.rounds.torn(self.state.now, job, StepId(fact.attempt, fact.step))

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
-from memstore.core.arena.share import PeerShare
-from memstore.core.arena.slot_table import Owner
-from memstore.core.holder.link import Link
+from memstore.core.arena.slot_table import Owner, PeerShare
 from memstore.core.wire.codec import Request
 from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.orders import DurablePlace, Lineage
@@ -25,6 +23,33 @@ from memstore.core.wire.rank_messages import HolderEvent, PutReady, SlotSample
 from memstore.core.wire.replies import HostVerified
 from memstore.core.wire.reports import MarkersFound
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
+
+# -- link ---------------------------------------------------------------------------------------------
+# The link of a rank's process, or of a tool, as the holder's procedures use it.
+
+
+class Link(Protocol):
+    """One connection to the host's holder."""
+
+    nonce: str
+    owner: Owner
+    job: str  # "": a tool's
+    rank: int
+    attempt: int
+    pins: dict[int, Callable[[], None]]  # what this reader holds -> how to let go of it
+    is_retired: bool  # the same process came back on another link and sends unsealed puts again
+
+    @property
+    def order(self) -> int:
+        """Return a number that grows with each connection that this host accepts."""
+
+    @property
+    def is_open(self) -> bool:
+        """Say whether it can be sent anything."""
+
+
+# -- holder io ----------------------------------------------------------------------------------------
+
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.arena.replica_store import Store
 from memstore.core.arena.slot_table import Owner
-from memstore.core.holder.fences import JobFences
-from memstore.core.holder.holder_io import PushSource, Stop
-from memstore.core.holder.link import Link
+from memstore.core.holder.holder_io import Link, PushSource, Stop
 from memstore.core.holder.puts.shared_shards import HolderSharedShards
+from memstore.core.holder.sessions import JobFences
 from memstore.core.wire.calls import RankCall
 from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.orders import Bring, StepLevel

@@ -7,7 +7,7 @@ from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.checks import DurableLooks
 from memstore.core.durable.states import DurableStates
-from memstore.core.report.survival import survival_odds
+from memstore.core.report.redundancy import survival_odds
 from memstore.core.report.timeline import gone_rows, gone_steps
 from memstore.core.restore.single_read import job_of, newest_attempt
 from memstore.core.wire.calls import AskPlan

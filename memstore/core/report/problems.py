@@ -12,7 +12,7 @@ from typing import Final, Literal, get_args
 from msgspec.structs import replace
 
 from memstore.config import Config
-from memstore.core.attempts.launches import come_text
+from memstore.core.attempts.join import come_text
 from memstore.core.cluster.text import listed, plural
 from memstore.core.wire.replies import Status
 from memstore.core.wire.status_rows import (

@@ -21,7 +21,7 @@ from memstore.core.cluster.reading import Round
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.step_lookup import Refusal, past_step, same_number
 from memstore.core.cluster.text import WHY_DROPPED, listed, plural
-from memstore.core.durable.marker_listing import DurableMarkers
+from memstore.core.durable.markers import DurableMarkers
 from memstore.core.durable.paths import storage_of
 from memstore.core.journal.replication import Journal
 from memstore.core.restore.awaited import awaited_text, ran_out_text

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from memstore.core.cluster.effects import Effects
-from memstore.core.cluster.events import DrainChanged
+from memstore.core.cluster.effects import DrainChanged, Effects
 from memstore.core.cluster.facts import HostDraining
 from memstore.core.cluster.job import Call
 from memstore.core.cluster.state import ClusterState

@@ -11,10 +11,9 @@ from typing import cast
 
 from msgspec.structs import replace
 
-from memstore.core.cluster.effects import Effects
+from memstore.core.cluster.effects import Effects, SentOrders
 from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.cluster.job import Attempt, Job
-from memstore.core.cluster.sent_orders import SentOrders
 from memstore.core.cluster.state import ClusterState
 from memstore.core.targets.drain import Drains
 from memstore.core.targets.shared_shards import SharedShards

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from memstore.core.wire.codec import Decoder, Message, Part, Request, Row, decode_reply, tag_of
+from memstore.core.wire.codec import Decoder, Message, Part, Request, Row, decode_reply, fields_of, tag_of
 from memstore.core.wire.ids import Endpoints, Name, Unsigned
 from memstore.core.wire.orders import ChunkRange
 from memstore.core.wire.status_rows import (
@@ -306,3 +306,25 @@ decode_pinned: Decoder[ShardPlaced | StepLeased] = Decoder(ShardPlaced | StepLea
 def decode_passed(request: Request[Any], data: bytes) -> Any:
     """Return the controller's reply to a request of a rank, as the holder gets it; ProtocolError if it is none."""
     return decode_ready(data) if tag_of(request) in READS else decode_reply(request, data)
+
+
+# -- json rows ----------------------------------------------------------------------------------------
+# What `memstore status --json` and `ls --json` print of the answers. Pure.
+
+
+def status_fields(status: Status) -> dict[str, Any]:
+    """Return plain values of a status."""
+    rows = {"hosts": [host_fields(row) for row in status.hosts], "jobs": [job_fields(row) for row in status.jobs]}
+    return {**fields_of(status), **rows}
+
+
+def host_fields(row: HostRow) -> dict[str, Any]:
+    """Return plain values of a host; {} for the numbers of one whose heartbeat has not come yet."""
+    fields = fields_of(row)
+    return fields if row.stats is not None else {**fields, "stats": {}}
+
+
+def job_fields(row: JobRow) -> dict[str, Any]:
+    """Return plain values of a job, those of its newest attempt among them; none of those if it has no attempt."""
+    fields = fields_of(row)
+    return {**fields, **(fields.pop("newest") or {})}

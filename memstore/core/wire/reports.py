@@ -5,6 +5,8 @@ In EVENT frames. A session begins with an Inventory, in pages if the journal is 
 
 from __future__ import annotations
 
+from typing import Any
+
 from memstore.core.wire.calls import Called
 from memstore.core.wire.codec import Decoder, Message, Part, Row
 from memstore.core.wire.ids import Endpoints, Name, Positive, Unsigned, WireCopy, WireShard, WireSpec, WireStep
@@ -231,3 +233,12 @@ Report = (
 HolderMessage = HostInventory | Heartbeat | Outranked | Report
 
 decode_holder_message: Decoder[HolderMessage] = Decoder(HolderMessage)
+
+
+# -- measured -----------------------------------------------------------------------------------------
+# Reads what another process measured. Pure.
+
+
+def seconds(value: Any) -> float:
+    """Return a duration that another process measured, and 0 for what cannot be one."""
+    return float(value) if isinstance(value, int | float) and 0 <= value < 1e9 else 0.0

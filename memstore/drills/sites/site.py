@@ -20,8 +20,7 @@ from memstore.drills.model.promises import PLACES, RAY_NAMESPACES
 from memstore.drills.ranks.ranks import Rank, RankPool
 from memstore.errors import DrillError, MemstoreError
 from memstore.shell.arena.folder import arena_folder
-from memstore.shell.on_ray.actors import NAMESPACE, controller_name, live_nodes
-from memstore.shell.on_ray.membership import RayMembership
+from memstore.shell.on_ray.actors import NAMESPACE, RayMembership, controller_name, live_nodes
 from memstore.testing.clusters.embedded import EmbeddedCluster
 from memstore.testing.clusters.namespaces import NamespaceRig
 from memstore.testing.faults.arena_files import (

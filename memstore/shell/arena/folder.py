@@ -27,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from memstore.config import commands_naming
-from memstore.core.holder import idle_time, incarnation
+from memstore.core.holder import succession
 from memstore.errors import ConfigError
 from memstore.shell.host.identity import read_boot_id
 
@@ -228,7 +228,7 @@ def _problem(status: os.stat_result, *, wants_folder: bool) -> str | None:
 
 
 # -- idle time ----------------------------------------------------------------------------------------
-# The file that says when a holder was last here; what it says is decided in `core/holder/idle_time.py`.
+# The file that says when a holder was last here; what it says is decided in `core/holder/succession.py`.
 
 
 SEEN_NAME = "seen"
@@ -242,18 +242,18 @@ class IdleTime:
         self._fd = open_file(folder, SEEN_NAME, os.O_RDWR | os.O_CREAT)
         self._boot, self._written_s = read_boot_id(), 0.0
         record = os.pread(self._fd, _WIDTH, 0).decode(errors="replace")
-        self.idle_s = idle_time.idle_s(record, self._boot, time.monotonic())
+        self.idle_s = succession.idle_s(record, self._boot, time.monotonic())
         self.mark()
 
     def keep(self) -> None:
         """Write again that a holder is here, now and then."""
-        if idle_time.is_due(self._written_s, time.monotonic()):
+        if succession.is_due(self._written_s, time.monotonic()):
             self.mark()
 
     def mark(self) -> None:
         """Write that a holder is here now; in place, which needs no room."""
         self._written_s = time.monotonic()
-        os.pwrite(self._fd, idle_time.record_of(self._boot, self._written_s).ljust(_WIDTH).encode(), 0)
+        os.pwrite(self._fd, succession.record_of(self._boot, self._written_s).ljust(_WIDTH).encode(), 0)
 
     def close(self) -> None:
         """Write it for the last time."""
@@ -280,7 +280,7 @@ def next_incarnation(folder: Path, above: int = 0) -> int:
     try:
         text = os.read(fd, _NUMBER_WIDTH)
         last = int(text) if len(text) == _NUMBER_WIDTH and text.isdigit() else secrets.randbits(FIRST_BITS)
-        number = incarnation.following(last, above)
+        number = succession.following(last, above)
         os.pwrite(fd, f"{number:0{_NUMBER_WIDTH}d}".encode(), 0)
     finally:
         os.close(fd)

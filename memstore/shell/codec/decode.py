@@ -16,7 +16,7 @@ from memstore.core.format.object_tree import NUMBER_BYTES, Node, Tag, nodes_in
 from memstore.errors import LoadError, ManifestMismatch, MemstoreError, ProtocolError, UnsupportedState
 from memstore.shell.codec.match import StateMatch
 from memstore.shell.codec.walk import FACTORIES
-from memstore.shell.tensors import registry, subclasses
+from memstore.shell.tensors import subclasses
 from memstore.shell.tensors.memory import DTYPES, Leaf, dtype_of, fill_tensor, flat_bytes
 from memstore.shell.tensors.slot_stream import SlotStream
 
@@ -347,7 +347,7 @@ class StateBuild:
         """Return an instance of a registered class without a call of its `__init__`."""
         name, fields = node.data
         cls = _registered(name)
-        is_tuple = registry.is_namedtuple(cls)
+        is_tuple = subclasses.is_namedtuple(cls)
         known = list(cls._fields) if is_tuple else list(getattr(cls, "__dataclass_fields__", ()))
         if is_tuple != (node.tag is Tag.NAMEDTUPLE) or known != fields:
             raise ManifestMismatch(f"{name} was stored with fields {fields} and has {known} in this process")
@@ -368,7 +368,7 @@ def has_device(kind: str) -> bool:
 
 
 def _registered(name: str) -> Any:
-    cls = registry.registered(name)
+    cls = subclasses.registered(name)
     if cls is None:
         raise UnsupportedState(f"the state holds a {name}, which this process did not pass to memstore.register()")
     return cls

@@ -27,13 +27,13 @@ from memstore.core.format.manifest import (
     encode_manifest,
     shard_digest,
 )
-from memstore.core.format.tensor_paths import name_at
+from memstore.core.format.shared_layout import name_at
 from memstore.errors import UnsupportedState
 from memstore.shell.codec.known_state import KnownSources, KnownState
 from memstore.shell.codec.walk import StateWalk, ask_stateful
 from memstore.shell.device.side_stream import DeviceWrite, order_all
 from memstore.shell.native import extension
-from memstore.shell.native.copy_loops import Move
+from memstore.shell.native.loops import Move
 from memstore.shell.tensors.geometry import Unknown, addresses_of
 from memstore.shell.tensors.memory import Component, Key, Leaf, TensorSource, components, dense_bytes
 from memstore.shell.tensors.placed_sources import PlacedSources

@@ -21,11 +21,11 @@ import torch
 
 from memstore.core.format.layout import Layout, TensorSpec, may_overlap_itself, row_major
 from memstore.core.format.object_tree import MAPS, NUMBER_BYTES, Node, Tag, nodes_in
-from memstore.core.format.tensor_paths import children_of
+from memstore.core.format.shared_layout import children_of
 from memstore.errors import ManifestMismatch, UnsupportedState
 from memstore.shell.codec.plain_places import Place, PlainPlaces, entry, field, handled, is_live, is_mutable, item
 from memstore.shell.codec.walk import StateWalk, is_stateful
-from memstore.shell.tensors import registry, subclasses
+from memstore.shell.tensors import subclasses
 from memstore.shell.tensors.memory import (
     DTYPE_NAMES,
     Leaf,
@@ -204,7 +204,7 @@ class StateMatch:
             self._match_sequence(node, target, path, is_strict=is_strict, place=place)
         elif node.tag is Tag.DEQUE and type(target) is deque:
             self._match_sequence(node.children[0], target, path, is_strict=is_strict, place=place)
-        elif node.tag in (Tag.DATACLASS, Tag.NAMEDTUPLE) and registry.registered(node.data[0]) is type(target):
+        elif node.tag in (Tag.DATACLASS, Tag.NAMEDTUPLE) and subclasses.registered(node.data[0]) is type(target):
             self._match_record(node, target, path, is_strict=is_strict, place=place)
         elif _holds_bytes(node):
             self._homeless_below(node, path, is_strict, f"as a {node.tag.name.lower()}", target)
@@ -412,7 +412,7 @@ class StateMatch:
             self._homeless_below(node, path, False, "", target)
         elif node.tag is Tag.DTENSOR and subclasses.is_dtensor(target):
             self._match_dtensor(node, target, path)
-        elif node.tag is Tag.SUBCLASS and is_tensor and registry.class_name(type(target)) == node.data[0]:
+        elif node.tag is Tag.SUBCLASS and is_tensor and subclasses.class_name(type(target)) == node.data[0]:
             self._match_or_leave_wrapper(node, target, path, is_strict)
         elif node.tag is Tag.TENSOR and type(target) in (torch.Tensor, torch.nn.Parameter):
             self._match_leaf_bytes(node, leaf_or_mismatch(leaf_of_tensor, target, path), target, path, is_strict)

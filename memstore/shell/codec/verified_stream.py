@@ -36,7 +36,7 @@ from memstore.shell.device.side_stream import (
     copy_in,
     has_streams,
 )
-from memstore.shell.native import copy_loops, extension
+from memstore.shell.native import extension, loops
 from memstore.shell.tensors.slot_stream import MOVE_BYTES, THREADS_MAX, address_of, in_threads
 
 BUFFERED_BYTES = 16 << 20  # of each connection, in one call, if some chunks go to a device: these are buffered
@@ -207,7 +207,7 @@ class CheckedStream:
 
     def _copy_job(self, views: Views, copies: Copies) -> list[int]:
         """Copy chunks to host memory; return those whose digest was wrong afterwards."""
-        is_large = self._manifest.nbytes >= copy_loops.LARGE_BYTES
+        is_large = self._manifest.nbytes >= loops.LARGE_BYTES
         return [i for i, view in views if not copy_chunk(view, copies.host.get(i, ()), self._digest(i), is_large)]
 
     def _copy_to_devices(
@@ -318,7 +318,7 @@ def copy_chunk(view: memoryview, moves: Sequence[Move], digest: bytes, is_large:
     in_order = sorted(moves, key=lambda move: move[1])
     if extension.is_there():
         table = [(target, address + start, nbytes) for target, start, nbytes in in_order]
-        return copy_loops.get_chunk(address, view.nbytes, table, is_large=is_large) == digest
+        return loops.get_chunk(address, view.nbytes, table, is_large=is_large) == digest
     memmove, hasher, done, is_proved = ctypes.memmove, chunk_hasher(), 0, True
     for target, start, nbytes in in_order:
         is_proved &= start >= done  # else these bytes were digested before this copy of them

@@ -19,7 +19,7 @@ import torch
 
 from memstore.core.format.object_tree import NESTING_MAX, Tag
 from memstore.errors import UnsupportedState
-from memstore.shell.tensors import registry, subclasses
+from memstore.shell.tensors import subclasses
 from memstore.shell.tensors.memory import Key, Leaf, describe_dtype, key_of_tensor, leaf_of_array, leaf_of_tensor
 
 INLINE_BYTES_MAX = 128  # longer byte strings go to the stream
@@ -161,9 +161,9 @@ class StateWalk:
             node = self._node(value.state_dict())
             self._open.discard(id(value))
             return node
-        if registry.is_registered(kind):
-            fields = kind._fields if registry.is_namedtuple(kind) else list(kind.__dataclass_fields__)
-            tag = Tag.NAMEDTUPLE if registry.is_namedtuple(kind) else Tag.DATACLASS
+        if subclasses.is_registered(kind):
+            fields = kind._fields if subclasses.is_namedtuple(kind) else list(kind.__dataclass_fields__)
+            tag = Tag.NAMEDTUPLE if subclasses.is_namedtuple(kind) else Tag.DATACLASS
             return self._record(tag, value, fields)
         raise _Refused(_remedy(kind) or _REMEDY, value)
 
@@ -253,14 +253,14 @@ class StateWalk:
                 refused.path.append(f".{name}")
                 raise
         self._open.discard(id(value))
-        return [tag, [registry.class_name(type(value)), names], nodes]
+        return [tag, [subclasses.class_name(type(value)), names], nodes]
 
     def _enum(self, value: enum.Enum) -> Any:
         kind = type(value)
-        if not registry.is_registered(kind):
+        if not subclasses.is_registered(kind):
             raise _Refused(_remedy(kind) or "its class is not registered; call memstore.register() on it", value)
         member: Any = value.name if value.name in kind.__members__ else value.value
-        return [Tag.ENUM, [registry.class_name(kind), member]]
+        return [Tag.ENUM, [subclasses.class_name(kind), member]]
 
     def _text(self, value: str) -> Any:
         if value.isascii() and len(value) <= TEXT_CHARS_MAX:
@@ -320,7 +320,7 @@ class StateWalk:
             raise _Refused(f"one of its parts cannot be stored: {refused.reason}", value) from None
         if len(self.owners) != leaves:
             raise _Refused("its flatten context holds tensors", value)
-        return [Tag.SUBCLASS, [registry.class_name(type(value)), list(inner), *subclasses.outside(value)], nodes]
+        return [Tag.SUBCLASS, [subclasses.class_name(type(value)), list(inner), *subclasses.outside(value)], nodes]
 
     def _dtensor(self, value: torch.Tensor) -> Any:
         return subclasses.describe_dtensor(value, self._dtensors)

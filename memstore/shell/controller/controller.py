@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
+
+from msgspec import structs
 
 from memstore.config import Config
 from memstore.core.cluster.state import Rules
@@ -44,13 +46,121 @@ from memstore.core.wire.messages import (
 )
 from memstore.core.wire.orders import CallAnswered
 from memstore.core.wire.replies import Status
-from memstore.core.wire.reports import Heartbeat, HolderMessage, HostInventory, Outranked
-from memstore.errors import MemstoreError, ProtocolError
+from memstore.core.wire.reports import Heartbeat, HolderMessage, HostInventory, Outranked, decode_holder_message
+from memstore.errors import MemstoreError, ProtocolError, TransportError
 from memstore.shell.controller.event_log import EventLog
-from memstore.shell.controller.holder_session import Session, SessionEnded
-from memstore.shell.controller.membership import ClusterMembership
+from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.tls import Tls
+
+# -- holder session -----------------------------------------------------------------------------------
+# A controller's session with one holder: its queue, and the threads that read and write (R16, R28).
+
+
+SEND_S = 10.0
+
+
+@dataclass(frozen=True)
+class SessionEnded:
+    """The session is over."""
+
+    why: str
+
+
+class Session:
+    """One holder's connection: a reader thread and a writer thread."""
+
+    def __init__(
+        self,
+        host_id: str,
+        incarnation: int,
+        channel: Channel,
+        on_message: Callable[[Session, HolderMessage | SessionEnded], None],
+        *,
+        asked_s: float = -math.inf,
+    ) -> None:
+        self.host_id, self.channel = host_id, channel
+        self.announced = self.incarnation = incarnation  # replaced by the holder's own report, which is newer
+        self.asked_s = asked_s  # when it was asked for, monotonic (R17)
+        self.outbox: queue.Queue[bytes | None] = queue.Queue()  # packed: what goes to many is in all of them once
+        self._on_message = on_message
+        self.why = ""
+        self.is_up = False  # its inventory was taken: earlier decisions are no orders for it
+
+    def start(self) -> None:
+        """Begin to read and write, once the controller knows the session."""
+        host_id = self.host_id
+        threading.Thread(target=self._read, name=f"memstore-read-{host_id}", daemon=True).start()
+        threading.Thread(target=self._write, name=f"memstore-write-{host_id}", daemon=True).start()
+
+    def _read(self) -> None:
+        pages: list[bytes] = []  # of the journal
+        try:
+            while True:
+                message = decode_holder_message(self.channel.recv(timeout_s=None).data)
+                if isinstance(message, HostInventory):
+                    pages += message.journal
+                    if message.has_more:
+                        continue
+                    message = structs.replace(message, journal=tuple(pages))
+                self._on_message(self, message)
+        except MemstoreError as exc:
+            self.why = str(exc)
+            if isinstance(exc, ProtocolError):
+                log.warning(
+                    "the session of host %s at %s ended by a message that is none (%s): %s",
+                    self.host_id,
+                    self.channel.peer,
+                    type(exc).__name__,
+                    exc,
+                )
+        finally:
+            self.close()
+            self._on_message(self, SessionEnded(self.why))
+
+    def _write(self) -> None:
+        while True:
+            frame = self.outbox.get()
+            if frame is None:
+                return
+            try:
+                self.channel.send_frame(frame, deadline_s=SEND_S)
+            except TransportError as exc:
+                self.why = str(exc)
+                self.channel.close()
+                return
+
+    def close(self) -> None:
+        """End both threads."""
+        self.channel.close()
+        self.outbox.put(None)
+
+
+# -- membership ---------------------------------------------------------------------------------------
+# Where holders announce themselves and controllers claim their term (R3, R17).
+
+
+class ClusterMembership(Protocol):
+    """Small records that outlive any one process. Calls may block and may raise TransportError."""
+
+    def announce(self, host_id: str, record: dict[str, Any]) -> None:
+        """Register a holder: address, port, incarnation."""
+
+    def hosts(self) -> dict[str, dict[str, Any]]:
+        """Return every announced holder by host id."""
+
+    def withdraw(self, host_id: str) -> None:
+        """Remove a host that left for good."""
+
+    def claim_term(self, above: int) -> int:
+        """Take a term above every one claimed so far and above `above`."""
+
+    def newest_term(self) -> int:
+        """Return the highest term claimed so far."""
+
+
+# -- controller ---------------------------------------------------------------------------------------
+
 
 log = logging.getLogger("memstore")
 DIAL_S = 0.2  # how often announced holders without a session are dialled

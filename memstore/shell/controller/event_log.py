@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 
 from memstore.core.report.event_kinds import ROUTINE, event_fields, level_of
-from memstore.core.report.event_ring import RecentEvents
+from memstore.core.report.recorder import RecentEvents
 from memstore.core.wire.status_rows import EventRow
 
 log = logging.getLogger("memstore.events")

@@ -1,6 +1,6 @@
 """The durable tier: parts cut into slices, the marker last, on files of a directory or objects of a store (R31).
 
-Formats are in `memstore/core/durable/slice_format.py` and `marker_format.py`; when to write, who writes what and what
+Formats are in `memstore/core/durable/slice_format.py` and `markers.py`; when to write, who writes what and what
 to keep is decided by `memstore/core/schedule/durable_interval.py` and `writes.py`.
 """
 
@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 import xxhash
 
-from memstore.core.durable.marker_format import MARKER_LIMIT_BYTES, MarkerRecord, decode_marker, encode_marker
+from memstore.core.durable.markers import MARKER_LIMIT_BYTES, MarkerRecord, decode_marker, encode_marker
 from memstore.core.durable.paths import MARKER, slice_name
 from memstore.core.durable.slice_format import (
     MANIFEST_LIMIT_BYTES,

@@ -13,28 +13,29 @@ import inspect
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
-from memstore.core.arena.share import PeerShare
-from memstore.core.arena.slot_table import Owner
+from memstore.core.arena.slot_table import Owner, PeerShare
 from memstore.core.durable.slice_format import slice_nbytes, slice_range
 from memstore.core.format.manifest import chunk_digest
-from memstore.core.holder import holder_io, room
+from memstore.core.holder import holder_io, orders
 from memstore.core.holder.holder_io import (
     CALL_TIMEOUT_S,
     HolderIo,
     Lane,
+    Link,
     PushSource,
     Stop,
     Storage,
     StreamingSource,
     WholeReply,
 )
-from memstore.core.holder.link import Link
 from memstore.core.holder.puts import seal
 from memstore.core.schedule.durable_interval import take_turn
 from memstore.core.wire.codec import Request
@@ -46,18 +47,52 @@ from memstore.core.wire.reports import MarkersFound
 from memstore.errors import IntegrityError, TransportError
 from memstore.shell.arena.mapping import differing
 from memstore.shell.durable.tier import PartsTier, open_tier
-from memstore.shell.holder.context import HolderContext
-from memstore.shell.holder.pending_calls import Calls
-from memstore.shell.holder.put_timings import PutMeter
-from memstore.shell.holder.rank_connections import RankConnection, RankConnections
+from memstore.shell.holder.context import HolderContext, RankConnection, RankConnections
+from memstore.shell.holder.pending_calls import Calls, TrainedSteps
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.holder.send_gate import SendGate
-from memstore.shell.holder.trained_steps import TrainedSteps
 from memstore.shell.peer.client import PeerClient, RateLimit
 from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
 from memstore.shell.threads.priority import lower_thread_priority
 from memstore.shell.threads.waits import OwnThreads, await_ended
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
+
+# -- put timings --------------------------------------------------------------------------------------
+# Collects what this host's ranks measured of their puts, for metrics; no put waits for it (R11).
+
+
+KEPT = 4096  # puts that the metrics have not counted yet; without metrics they are never counted
+
+
+@dataclass(frozen=True, slots=True)
+class TimedPut:
+    """One put of one rank, sealed here."""
+
+    job: str
+    stall_s: float
+    nbytes: int
+
+
+class PutMeter:
+    """The puts since the last `take`; any thread may use it."""
+
+    def __init__(self) -> None:
+        self._puts: deque[TimedPut] = deque(maxlen=KEPT)
+
+    def count(self, job: str, stall_s: float, nbytes: int) -> None:
+        """Count a put that was sealed."""
+        self._puts.append(TimedPut(job, stall_s, nbytes))
+
+    def take(self) -> list[TimedPut]:
+        """Return the puts since the last call."""
+        taken = []
+        while self._puts:
+            taken.append(self._puts.popleft())
+        return taken
+
+
+# -- blocking io --------------------------------------------------------------------------------------
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -474,7 +509,7 @@ class BlockingIo:
     async def forget_process(self, owner: Owner) -> None:
         """As in HolderIo."""
         self.calls.forget(owner)
-        self.start(Lane("room"), room.release, self.context.state)
+        self.start(Lane("room"), orders.release, self.context.state)
 
     async def forget_job(self, job: str) -> None:
         """As in HolderIo."""

@@ -24,12 +24,11 @@ from typing import Any
 
 from memstore.config import Config
 from memstore.core.arena.claimed_memory import Limit
-from memstore.core.holder.fences import JobFences
 from memstore.core.holder.inventory import inventory, report_copy
 from memstore.core.holder.orders import obey
 from memstore.core.holder.puts import equal_ranks
 from memstore.core.holder.puts.push import WHOLE_BYTES
-from memstore.core.holder.sessions import read_journal
+from memstore.core.holder.sessions import JobFences, read_journal
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire.calls import Called, RankCall
 from memstore.core.wire.frame import Kind
@@ -47,22 +46,17 @@ from memstore.shell.arena.journal_file import JournalFile
 from memstore.shell.arena.lock import ArenaLock, LockOwner, is_alive
 from memstore.shell.arena.memory_limits import admission, beyond_limit, measure
 from memstore.shell.holder.blocking_io import BlockingIo
-from memstore.shell.holder.context import HolderContext
+from memstore.shell.holder.context import HolderContext, PeerTable, RankConnections
 from memstore.shell.holder.controller_session import ControllerSessions
 from memstore.shell.holder.folder_guard import FolderGuard
-from memstore.shell.holder.peer_table import PeerTable
-from memstore.shell.holder.pending_calls import Calls
-from memstore.shell.holder.rank_connections import RankConnections
+from memstore.shell.holder.pending_calls import Calls, TrainedSteps
 from memstore.shell.holder.rank_server import RankServer
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.holder.send_gate import SendGate
-from memstore.shell.holder.trained_steps import TrainedSteps
-from memstore.shell.host.identity import HostIdentity
-from memstore.shell.host.interface import resolve_interfaces
+from memstore.shell.host.identity import HostIdentity, resolve_interfaces
 from memstore.shell.native.extension import problem as native_problem
-from memstore.shell.net.channel import Channel
+from memstore.shell.net.channel import Channel, Pacing
 from memstore.shell.net.listener import Listener, connect_unix
-from memstore.shell.net.pacing import Pacing
 from memstore.shell.net.tls import Tls
 from memstore.shell.peer.chunk_frames import Damage
 from memstore.shell.peer.client import PeerClient
@@ -313,7 +307,7 @@ class Holder:
                     self.io.finish(at_once)
 
     def set_view(self, view: HostNews) -> None:
-        """Take the addresses of hosts (peer_table.py), and abort what hosts that are not among them were sending."""
+        """Take the addresses of hosts (`PeerTable`), and abort what hosts that are not among them were sending."""
         self.peer_server.keep_senders(self.peers.set_view(view))
 
     def begin_again(self, above: int) -> None:

@@ -7,12 +7,15 @@ said: core/wire/rank_messages.py.
 from __future__ import annotations
 
 import logging
+import threading
 
 import xxhash
 
 from memstore.core.arena.slot_table import Owner
-from memstore.core.holder import answers, ranks
+from memstore.core.holder import ranks
+from memstore.core.holder.puts import seal as procedure
 from memstore.core.holder.reads import bring, ready
+from memstore.core.holder.state import HolderState
 from memstore.core.wire.calls import Called
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
@@ -34,15 +37,43 @@ from memstore.core.wire.rank_messages import (
 from memstore.errors import ConfigError, PeerUnreachable
 from memstore.shell.arena.lock import process_start_time
 from memstore.shell.holder.blocking_io import BlockingIo
-from memstore.shell.holder.context import HolderContext
-from memstore.shell.holder.pending_calls import Calls
-from memstore.shell.holder.rank_connections import SEND_S, RankConnection
-from memstore.shell.holder.seal import Sealer
+from memstore.shell.holder.context import SEND_S, HolderContext, RankConnection
+from memstore.shell.holder.pending_calls import Calls, TrainedSteps
 from memstore.shell.holder.send_gate import SendGate
-from memstore.shell.holder.trained_steps import TrainedSteps
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import Process
 from memstore.shell.peer.chunk_frames import Damage
+from memstore.shell.threads.priority import lower_thread_priority
+
+# -- seal ---------------------------------------------------------------------------------------------
+# Runs core/holder/puts/seal.py, which turns submissions into sealed shards, on one thread for each link.
+
+
+class Sealer:
+    """The submissions of all links of one holder."""
+
+    def __init__(self, io: BlockingIo, state: HolderState) -> None:
+        self.io, self.state = io, state
+
+    def start(self, link: RankConnection) -> None:
+        """Serve a link until None is queued."""
+        threading.Thread(target=self._run, args=(link,), name=f"memstore-seal-{link.nonce}", daemon=True).start()
+
+    def add(self, link: RankConnection, ready: PutReady) -> None:
+        """Queue a submission that came completely; a fence that comes now waits for it (R21)."""
+        with self.io.state():
+            put = procedure.add(self.state, link, ready)
+            if put is not None:
+                link.submitted_puts.put(put)
+
+    def _run(self, link: RankConnection) -> None:
+        lower_thread_priority()
+        while (put := link.submitted_puts.get()) is not None:
+            self.io.run(procedure.run, self.state, put)
+
+
+# -- rank server --------------------------------------------------------------------------------------
+
 
 log = logging.getLogger("memstore")
 
@@ -99,7 +130,7 @@ class RankServer:
     def _take(self, link: RankConnection, message: RankMessage) -> None:
         match message:
             case Called(id=number, call=request):
-                self.calls.ask(answers.ForwardedCall(link.owner, link.nonce, number, request))
+                self.calls.ask(ranks.ForwardedCall(link.owner, link.nonce, number, request))
             case PutReady():
                 self.sealer.add(link, message)
             case Unpin(pin=pin):
@@ -125,7 +156,7 @@ class RankServer:
         """Pass the controller's answer to a call on to the rank."""
         call = self.calls.take(call_id)
         if call is not None:
-            self.io.run(answers.pass_on, self.state, call, data, error)
+            self.io.run(ranks.pass_on, self.state, call, data, error)
 
     # -- processes that are gone ----------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from memstore.core.network.send_gate import LOOK_S, MARK_BYTES, MARK_PREFIX, PIECE_S, Order, Sending, is_held
 from memstore.errors import ProtocolError
-from memstore.shell.net.socket_options import Flight
+from memstore.shell.net.channel import Flight
 from memstore.shell.peer.outgoing_shard import OutgoingReplica
 
 log = logging.getLogger("memstore")

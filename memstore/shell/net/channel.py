@@ -7,14 +7,19 @@ header could not be found again; a timeout between frames leaves it usable.
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
+import functools
 import itertools
+import logging
 import math
 import os
 import select
 import socket
 import ssl
 import struct
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +31,86 @@ from memstore.core.wire import codec
 from memstore.core.wire import frame as wire
 from memstore.core.wire.error_message import decode_error
 from memstore.core.wire.frame import Kind
-from memstore.shell.native import extension, socket_loops
-from memstore.shell.net import socket_options
+from memstore.shell.native import extension, loops
 from memstore.shell.net.tls import Tls, TlsStream
+
+# -- socket options -----------------------------------------------------------------------------------
+# What Linux knows about a bulk connection beyond sending: its class, its pace, its queue. Plain sockets and TLS
+# alike.
+
+
+log = logging.getLogger("memstore")
+SO_MAX_PACING_RATE = 47
+TC_PRIO_FILLER = 1
+"""Linux's names; a queue that knows priorities (pfifo_fast, fq, prio) serves this one last."""
+_PACE = struct.Struct("@L")
+_MIN_RTT = struct.Struct("@I")
+_MIN_RTT_AT = 148  # of tcpi_min_rtt in struct tcp_info, microseconds; all ones until one was measured
+_RTT_MAX_US = 1_000_000
+
+
+class Flight(NamedTuple):
+    """Bytes that were sent and that the peer's kernel has not acknowledged, and how soon it could have."""
+
+    unacked_bytes: int
+    rtt_s: float
+
+
+def classify(sock: socket.socket | TlsStream, dscp: int) -> None:
+    """Mark later bytes with a class for the network, and send them behind all others of this host."""
+    if sock.family == socket.AF_INET6:
+        _set(sock, socket.IPPROTO_IPV6, socket.IPV6_TCLASS, dscp << 2, "a class (dscp)")
+    if sock.family in (socket.AF_INET, socket.AF_INET6):  # an IPv4 address may be reached through either
+        _set(sock, socket.IPPROTO_IP, socket.IP_TOS, dscp << 2, "a class (dscp)")
+    _set(sock, socket.SOL_SOCKET, socket.SO_PRIORITY, TC_PRIO_FILLER, "a priority")  # IP_TOS has set another
+
+
+def pace(sock: socket.socket | TlsStream, bytes_per_s: int) -> None:
+    """Have the kernel pace later bytes."""
+    _set(sock, socket.SOL_SOCKET, SO_MAX_PACING_RATE, _PACE.pack(bytes_per_s), "a pace (replicate_bytes_per_s)")
+
+
+def end_after_silence(sock: socket.socket | TlsStream, silence_s: float) -> None:
+    """End the connection once the other end has taken nothing for so long, or its kernel has not answered a probe.
+
+    The kernel counts the time in which a receiver's buffer is full as well, so a process that is stopped is a silence.
+    """
+    what = "an early end of silent connections"
+    for option, value in (
+        (socket.TCP_USER_TIMEOUT, int(silence_s * 1000)),
+        (socket.TCP_KEEPIDLE, 1),
+        (socket.TCP_KEEPINTVL, 1),
+    ):
+        _set(sock, socket.IPPROTO_TCP, option, value, what)
+
+
+def flight(sock: socket.socket | TlsStream) -> Flight:
+    """Return the bytes in transit; 0 if the connection is gone."""
+    answer, rtt_us = array.array("i", [0]), 0
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, answer)
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT_AT + _MIN_RTT.size)
+        if len(info) == _MIN_RTT_AT + _MIN_RTT.size:  # older kernels say less
+            (rtt_us,) = _MIN_RTT.unpack_from(info, _MIN_RTT_AT)
+    return Flight(answer[0], rtt_us / 1e6 if rtt_us < _RTT_MAX_US else 0.0)
+
+
+def _set(sock: socket.socket | TlsStream, level: int, option: int, value: int | bytes, what: str) -> None:
+    try:
+        sock.setsockopt(level, option, value)
+    except OSError as exc:
+        if sock.fileno() >= 0:  # else the connection is closed, and the next send says so
+            _log_refused(what, str(exc))
+
+
+@functools.cache
+def _log_refused(what: str, why: str) -> None:
+    """Log once for each reason: every connection would repeat it."""
+    log.warning("memstore: this host's kernel refuses %s for copies (%s): they leave without it", what, why)
+
+
+# -- channel ------------------------------------------------------------------------------------------
+
 
 UNIX_BUFFER_BYTES = 4 << 20
 """AF_UNIX buffers do not grow by themselves. TCP's do, and setting them would switch that off (see `_tune`)."""
@@ -64,7 +146,7 @@ class BulkGate(Protocol):
         """Return a gate that is inside `pace` while bytes leave."""
 
     def parts(
-        self, views: Sequence[memoryview], flight: Callable[[], socket_options.Flight], closed: threading.Event
+        self, views: Sequence[memoryview], flight: Callable[[], Flight], closed: threading.Event
     ) -> Iterator[list[memoryview]]:
         """Yield the bytes of `views` in parts, each when it may leave; end early if `closed` is set."""
 
@@ -159,7 +241,7 @@ class Channel:
                 self._send_all(everything, clock)
                 return
             started = False
-            for part in gate.parts(everything, lambda: socket_options.flight(self._sock), self._closed):
+            for part in gate.parts(everything, lambda: flight(self._sock), self._closed):
                 self._send_all(part, clock, started=started)
                 started = True
             if self.is_closed:
@@ -213,17 +295,17 @@ class Channel:
         with _HeldSend(self, self._recv_lock, clock):
             self._check_bulk(sum(sizes))
             self._low_water, wake_bytes = -1, 0 if sock.family == socket.AF_UNIX else WAKE_BYTES
-            status, found = socket_loops.receive(sock.fileno(), chunks, timeout_s=timeout_s, wake_bytes=wake_bytes)
+            status, found = loops.receive(sock.fileno(), chunks, timeout_s=timeout_s, wake_bytes=wake_bytes)
             digests += found
             self._bulk_left -= sum(sizes[: len(found)])
-            if status == socket_loops.ENDED:
+            if status == loops.ENDED:
                 self._lost("it closed the connection in the middle of a frame")
-            if status == socket_loops.LATE:
+            if status == loops.LATE:
                 self._end()
                 late = _Clock(f"receive chunk {len(found) + 1} of the {len(chunks)} of a frame", timeout_s)
                 late.started -= timeout_s
                 late.expired(self.peer)
-            if status != socket_loops.DONE:
+            if status != loops.DONE:
                 error = OSError(status, os.strerror(status))
                 self._lost(f"{clock.operation}: {error}", cause=error)
 
@@ -285,15 +367,15 @@ class Channel:
 
     def classify(self, dscp: int) -> None:
         """Send from now on in a class of the network's."""
-        socket_options.classify(self._sock, dscp)
+        classify(self._sock, dscp)
 
     def end_after_silence(self, silence_s: float) -> None:
         """End once nothing was taken at the other end for so long, be it the network's fault or the process's there."""
-        socket_options.end_after_silence(self._sock, silence_s)
+        end_after_silence(self._sock, silence_s)
 
     def pace(self, bytes_per_s: int) -> None:
         """Send no faster from now on."""
-        socket_options.pace(self._sock, bytes_per_s)
+        pace(self._sock, bytes_per_s)
 
     def close(self) -> None:
         """End the channel, wake its waiting threads, and free the socket; may be called twice and from any thread."""
@@ -350,12 +432,12 @@ class Channel:
 
     def _send_native(self, sock: socket.socket, views: Sequence[memoryview], clock: _Clock, *, started: bool) -> None:
         left_s = clock.left_s()
-        status, sent = socket_loops.send(sock.fileno(), views, timeout_s=math.inf if left_s is None else left_s)
-        if status == socket_loops.LATE:
+        status, sent = loops.send(sock.fileno(), views, timeout_s=math.inf if left_s is None else left_s)
+        if status == loops.LATE:
             if started or sent:
                 self._end()
             clock.expired(self.peer)
-        if status != socket_loops.DONE:
+        if status != loops.DONE:
             error = OSError(status, os.strerror(status))
             self._lost_write(f"{clock.operation}: {error}", error)
 
@@ -495,3 +577,51 @@ def _tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(USER_TIMEOUT_S * 1000))
+
+
+# -- pacing -------------------------------------------------------------------------------------------
+# How bytes of copies leave this host: in a low class, and no faster than asked, by the kernel's own means.
+
+
+CHUNK_S = 10.0  # a chunk may be in transit for this long at most: its receiver gives up after 30 s
+
+
+class Pacing:
+    """All outgoing bulk connections of one host; any thread may use it."""
+
+    def __init__(self, dscp: int, bytes_per_s: int, chunk_bytes: int) -> None:
+        """`bytes_per_s` is for all connections together, 0: no limit; `dscp` 0: the network's default class.
+
+        A connection is never so slow that a chunk would miss its deadline: with many of them the limit is exceeded.
+        """
+        self.dscp, self.bytes_per_s = dscp, bytes_per_s
+        self.pace_min = int(chunk_bytes / CHUNK_S)
+        self._lock = threading.Lock()
+        self._sending: list[Channel] = []
+
+    def enter(self, channel: Channel) -> Channel:
+        """Take a new connection."""
+        if self.dscp:
+            channel.classify(self.dscp)
+        return channel
+
+    @contextlib.contextmanager
+    def sending(self, channel: Channel) -> Iterator[None]:
+        """Give the connection an equal share of the limit while inside."""
+        if not self.bytes_per_s:
+            yield
+            return
+        self._change(channel, is_begun=True)
+        try:
+            yield
+        finally:
+            self._change(channel, is_begun=False)
+
+    def _change(self, channel: Channel, *, is_begun: bool) -> None:
+        with self._lock:
+            if is_begun:
+                self._sending.append(channel)
+            else:
+                self._sending.remove(channel)
+            for each in self._sending:
+                each.pace(max(self.pace_min, self.bytes_per_s // len(self._sending)))

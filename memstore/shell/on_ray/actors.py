@@ -6,6 +6,7 @@ Holders have max_restarts=0: the controller's supervisor starts a successor, whi
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import ray
+from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from memstore.config import Config
@@ -30,9 +32,76 @@ from memstore.shell.holder.holder import Holder
 from memstore.shell.host.identity import HostIdentity, local_identity
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.tls import Tls
-from memstore.shell.on_ray.membership import RayMembership
 from memstore.shell.on_ray.metrics import feed_from_controller, feed_from_holder
 from memstore.shell.rank.admin_link import Tool
+
+# -- membership ---------------------------------------------------------------------------------------
+# Membership in Ray's GCS key-value store (R3, R17). Ray finds and names processes; nothing else goes through it.
+
+
+NAMESPACE = "memstore"
+KV_NAMESPACE = NAMESPACE.encode()
+
+
+class RayMembership:
+    """Records of one store under `<store>/hosts/` and `<store>/terms/`."""
+
+    def __init__(self, store: str) -> None:
+        self.store = store
+
+    def announce(self, host_id: str, record: dict[str, Any]) -> None:
+        """Register a holder's address."""
+        self._put(f"hosts/{host_id}", json.dumps(record).encode(), overwrite=True)
+
+    def hosts(self) -> dict[str, dict[str, Any]]:
+        """Return every announced holder by host id."""
+        found = {}
+        for name in self._list("hosts/"):
+            data = self._get(f"hosts/{name}")
+            if data is not None:
+                found[name] = json.loads(data)
+        return found
+
+    def withdraw(self, host_id: str) -> None:
+        """Remove a host that left for good."""
+        self._call(internal_kv._internal_kv_del, self._key(f"hosts/{host_id}"), namespace=KV_NAMESPACE)
+
+    def claim_term(self, above: int) -> int:
+        """Take a term above every one claimed: put if absent (R17)."""
+        term = max(above, self.newest_term()) + 1
+        while self._put(f"terms/{term:012d}", b"1", overwrite=False):
+            term += 1
+        return term
+
+    def newest_term(self) -> int:
+        """Return the highest term claimed so far."""
+        return max((int(name) for name in self._list("terms/")), default=0)
+
+    def _key(self, name: str) -> bytes:
+        return f"{self.store}/{name}".encode()
+
+    def _put(self, name: str, value: bytes, *, overwrite: bool) -> bool:
+        """Store a value; True if the key was there already."""
+        return bool(
+            self._call(
+                internal_kv._internal_kv_put, self._key(name), value, overwrite=overwrite, namespace=KV_NAMESPACE
+            )
+        )
+
+    def _get(self, name: str) -> bytes | None:
+        value = self._call(internal_kv._internal_kv_get, self._key(name), namespace=KV_NAMESPACE)
+        return value if isinstance(value, bytes) else None
+
+    def _list(self, prefix: str) -> list[str]:
+        keys = self._call(internal_kv._internal_kv_list, self._key(prefix), namespace=KV_NAMESPACE)
+        return sorted(key.decode().removeprefix(f"{self.store}/{prefix}") for key in keys)
+
+    def _call(self, work: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return work(*args, **kwargs)
+        except Exception as exc:
+            raise TransportError(f"Ray's key-value store did not answer: {exc}") from exc
+
 
 # -- parent watch -------------------------------------------------------------------------------------
 # A process that Ray started ends when its raylet does (R3).
@@ -61,7 +130,6 @@ def end_with_parent(exit_now: Callable[[int], object] = os._exit) -> threading.T
 
 R = TypeVar("R")
 log = logging.getLogger("memstore")
-NAMESPACE = "memstore"
 SUPERVISE_S = 0.5
 RETRY_S = 5.0  # a node whose holder could not start is tried again after this
 START_S = 60.0

@@ -34,10 +34,9 @@ from memstore.core.wire.peer_messages import (
     decode_lacking,
 )
 from memstore.errors import PeerRefused, PeerTimeout, PeerUnreachable, ProtocolError
-from memstore.shell.net.channel import BulkGate, Channel
+from memstore.shell.net.channel import BulkGate, Channel, Pacing
 from memstore.shell.net.host_networks import HostNetworks
 from memstore.shell.net.listener import connect_tcp
-from memstore.shell.net.pacing import Pacing
 from memstore.shell.net.tls import Tls
 from memstore.shell.peer.chunk_frames import RUN_BYTES, SLOW_RUN_BYTES, Damage, receive_run, runs, send_run
 from memstore.shell.peer.outgoing_shard import OutgoingReplica

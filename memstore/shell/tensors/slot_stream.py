@@ -21,8 +21,8 @@ import torch
 
 from memstore.core.format.layout import batches, pieces
 from memstore.core.format.manifest import chunk_sizes
-from memstore.shell.native import copy_loops, extension
-from memstore.shell.native.copy_loops import Move
+from memstore.shell.native import extension, loops
+from memstore.shell.native.loops import Move
 
 PARALLEL_COPY_BYTES = 256 << 10  # below it one memmove beats a tensor copy (measured on 2 cores)
 # Below the size of a core's own cache (512 KiB and more): up to a quarter faster than moves of a whole chunk, where the
@@ -70,10 +70,10 @@ class SlotStream:
         sizes = chunk_sizes(self._nbytes, self._chunk_bytes)
         chunks = [(number, *chunk) for number, chunk in enumerate(zip(self._addresses, sizes, strict=True))]
         digests: dict[int, bytes] = {}
-        is_large = self._nbytes >= copy_loops.LARGE_BYTES
+        is_large = self._nbytes >= loops.LARGE_BYTES
 
         def work(block: Sequence[Move]) -> None:
-            found = copy_loops.put_chunks(block, moves, bounds, is_large=is_large)
+            found = loops.put_chunks(block, moves, bounds, is_large=is_large)
             digests.update(zip((number for number, _, _ in block), found, strict=True))
 
         if chunks:
@@ -148,8 +148,8 @@ class SlotStream:
 
 def move_all(moves: Sequence[Move]) -> None:
     """Make the moves, on several threads if there is enough to do; they must not overlap."""
-    is_large = sum(move[2] for move in moves) >= copy_loops.LARGE_BYTES
-    in_threads(moves, partial(copy_loops.make_moves, is_large=is_large) if extension.is_there() else _move)
+    is_large = sum(move[2] for move in moves) >= loops.LARGE_BYTES
+    in_threads(moves, partial(loops.make_moves, is_large=is_large) if extension.is_there() else _move)
 
 
 def copy_threads(nbytes: int) -> int:

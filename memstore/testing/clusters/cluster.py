@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from memstore.config import Config
 from memstore.core.report.event_kinds import event_fields
-from memstore.core.report.json_rows import host_fields, status_fields
 from memstore.core.wire.calls import AskEvents, AskStatus
 from memstore.core.wire.codec import Request
+from memstore.core.wire.replies import host_fields, status_fields
 from memstore.errors import MemstoreError
 from memstore.shell.arena.folder import arena_folder
 from memstore.shell.rank.admin_link import Tool

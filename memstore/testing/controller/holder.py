@@ -16,7 +16,7 @@ import msgpack
 import xxhash
 from msgspec import structs
 
-from memstore.core.holder import incarnation
+from memstore.core.holder import succession
 from memstore.core.journal.records import journal_after, whole_order
 from memstore.core.wire import calls, orders, reports
 from memstore.core.wire.calls import Called
@@ -127,7 +127,7 @@ class FakeHolder:
 
     def restart(self, *, keep_memory: bool) -> None:
         """Let a new holder process take the host's memory over, or find none."""
-        self.info = replace(self.info, incarnation=incarnation.following(self.info.incarnation, 0))
+        self.info = replace(self.info, incarnation=succession.following(self.info.incarnation, 0))
         self.targets, self.rank_targets, self.calls, self.ranks, self.is_up = {}, {}, {}, {}, True
         self.rooms = {}
         if not keep_memory:
@@ -243,7 +243,7 @@ class FakeHolder:
             case orders.EchoClock():
                 self.clock_s = order.clock_s
             case orders.TakeIncarnation():
-                self.info = replace(self.info, incarnation=incarnation.following(self.info.incarnation, order.above))
+                self.info = replace(self.info, incarnation=succession.following(self.info.incarnation, order.above))
             case orders.Fence():
                 self._fence(order)
             case orders.PushTargets():

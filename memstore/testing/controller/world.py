@@ -19,7 +19,6 @@ from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import Rules
 from memstore.core.controller.machine import ControllerMachine
 from memstore.core.report.event_kinds import event_fields
-from memstore.core.report.json_rows import status_fields
 from memstore.core.wire.codec import encode
 from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.messages import (
@@ -36,6 +35,7 @@ from memstore.core.wire.messages import (
     Tick,
 )
 from memstore.core.wire.orders import TakeIncarnation, decode_order
+from memstore.core.wire.replies import status_fields
 from memstore.core.wire.reports import ProcessGone
 from memstore.testing.controller.durable import Durable
 from memstore.testing.controller.holder import CHUNKS, FakeHolder, FakeRank, digest_of, plain_event

@@ -19,7 +19,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from memstore.core.cluster.facts import Fact, StepCommitted
-from memstore.core.durable.marker_format import decode_marker, encode_marker
+from memstore.core.durable.markers import decode_marker, encode_marker
 from memstore.core.durable.slice_format import SliceHeader, decode_header
 from memstore.core.format.layout import decode_layout, encode_layout
 from memstore.core.format.manifest import Chunk, Manifest, chunk_digest, chunk_sizes, decode_manifest, encode_manifest

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from memstore.cli import main
 from memstore.cli.events import line
 from memstore.core.report.event_kinds import PROBLEM, ROUTINE, level_of
-from memstore.core.report.event_ring import RecentEvents
+from memstore.core.report.recorder import RecentEvents
 from memstore.core.wire.calls import RemoveJob
 from memstore.core.wire.status_rows import EventRow
 from memstore.shell.controller.event_log import WAITING_MAX, EventLog

@@ -31,7 +31,7 @@ from memstore.core.wire.rank_messages import MarksMade
 from memstore.core.wire.status_rows import HostStats
 from memstore.errors import ConfigError
 from memstore.shell.holder.send_gate import PushGate, SendGate
-from memstore.shell.net.socket_options import Flight
+from memstore.shell.net.channel import Flight
 from memstore.shell.rank.collective_marks import CollectiveMarks
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import memstore
-from memstore.core.attempts.generation_key import generation_key
+from memstore.core.attempts.in_place import generation_key
 from memstore.core.wire.calls import InPlace
 from memstore.inplace.membership import may_be_loss
 from memstore.shell.rank.launch import IN_PLACE, Launch, give_launch

@@ -17,8 +17,7 @@ import pytest
 from memstore.core.arena.claimed_memory import Limit
 from memstore.core.arena.replica_index import ReplicaIndex
 from memstore.core.arena.replica_store import ReplicaStore
-from memstore.core.arena.share import PeerShare
-from memstore.core.arena.slot_table import Owner, SlotState, SlotTable
+from memstore.core.arena.slot_table import Owner, PeerShare, SlotState, SlotTable
 from memstore.errors import CapacityError
 from memstore.shell.arena import arena as arena_module
 from memstore.shell.arena.arena import Arena, open_store

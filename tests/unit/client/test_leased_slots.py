@@ -13,7 +13,7 @@ import pytest
 from rank_site import CHUNK_BYTES, SHARD, SHARE_SLOTS, STEP, WAIT_S, Site, send_level
 
 from memstore.core.arena import replica_store
-from memstore.core.arena.share import PeerShare
+from memstore.core.arena.slot_table import PeerShare
 from memstore.core.holder import ranks
 from memstore.core.wire.calls import AskSteps
 from memstore.core.wire.orders import StepLevel

@@ -30,12 +30,10 @@ from memstore.errors import ConfigError, PeerTimeout
 from memstore.shell.controller.controller import Controller
 from memstore.shell.holder.holder import Holder
 from memstore.shell.holder.scrub import IDLE_S, Scrubber
-from memstore.shell.host import interface
+from memstore.shell.host import identity
 from memstore.shell.host.identity import HostIdentity, read_boot_id
-from memstore.shell.net.channel import Channel
+from memstore.shell.net.channel import CHUNK_S, SO_MAX_PACING_RATE, Channel
 from memstore.shell.net.listener import connect_tcp
-from memstore.shell.net.pacing import CHUNK_S
-from memstore.shell.net.socket_options import SO_MAX_PACING_RATE
 from memstore.shell.peer.outgoing_shard import StreamingReplica
 from memstore.shell.rank.admin_link import store_root
 from memstore.testing.clusters.directory_membership import DirectoryMembership
@@ -76,7 +74,7 @@ def test_a_holder_listens_on_its_interface_and_port_only(monkeypatch: pytest.Mon
     The other answers no process.
     """
     monkeypatch.setattr(
-        interface, "interface_addresses", lambda: [("lo", "127.0.0.1"), ("train", "127.0.0.2"), ("train6", "::1")]
+        identity, "interface_addresses", lambda: [("lo", "127.0.0.1"), ("train", "127.0.0.2"), ("train6", "::1")]
     )
     with socket.create_server(("127.0.0.2", 0)) as probe:
         port = int(probe.getsockname()[1])
@@ -93,7 +91,7 @@ def test_a_holder_listens_on_its_interface_and_port_only(monkeypatch: pytest.Mon
 def test_a_holder_listens_on_all_its_networks_and_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of the config, on one port; the same address twice would be one card for two (R13)."""
     cards = [("ib0", "127.0.0.2"), ("ib1", "127.0.0.3")]
-    monkeypatch.setattr(interface, "interface_addresses", lambda: cards)
+    monkeypatch.setattr(identity, "interface_addresses", lambda: cards)
     with socket.create_server(("127.0.0.2", 0)) as probe:
         port = int(probe.getsockname()[1])
     with a_holder(interface=["ib1", "ib0"], port=port) as holder:
@@ -103,7 +101,7 @@ def test_a_holder_listens_on_all_its_networks_and_names_them(monkeypatch: pytest
                 assert isinstance(inventory, HostInventory)
                 assert inventory.endpoints == (Endpoint("127.0.0.3", port), Endpoint("127.0.0.2", port))
     with pytest.raises(ConfigError, match=r"'ib0' and '127\.0\.0\.2', which are the same address"):
-        interface.resolve_interfaces(("ib0", "127.0.0.2"))
+        identity.resolve_interfaces(("ib0", "127.0.0.2"))
 
 
 @pytest.mark.parametrize("value", [[], ["ib0", "ib0"], ["ib0", 7], 7, "", [""]])

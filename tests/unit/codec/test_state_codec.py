@@ -18,7 +18,7 @@ from memstore.core.format.layout import decode_layout
 from memstore.shell.codec.decode import decode_state
 from memstore.shell.codec.encode import copy_into, plan_state
 from memstore.shell.tensors.memory import DTYPES
-from memstore.shell.tensors.registry import register
+from memstore.shell.tensors.subclasses import register
 
 
 @register

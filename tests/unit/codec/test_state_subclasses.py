@@ -14,7 +14,7 @@ import memstore
 from memstore.errors import ConfigError, ManifestMismatch, UnsupportedState
 from memstore.shell.codec.decode import check_into, decode_state
 from memstore.shell.codec.encode import copy_into, plan_state
-from memstore.shell.tensors import registry
+from memstore.shell.tensors import subclasses
 
 
 def stored(state: object, chunk_bytes: int = 4096) -> tuple[bytes, list[memoryview], int]:
@@ -133,7 +133,7 @@ def test_a_registered_class_comes_back_wherever_it_was_defined(
 ) -> None:
     """In a function, too."""
     del elsewhere.Halves
-    monkeypatch.setattr(registry, "_BY_NAME", {})
+    monkeypatch.setattr(subclasses, "_BY_NAME", {})
     memstore.register(Halves)
     assert type(decode_state(*stored([halves()]))[0]) is Halves
     with pytest.raises(ConfigError, match="__tensor_unflatten__"):

@@ -12,8 +12,7 @@ from rank_site import CHUNK_BYTES, SHARD, SHARE_SLOTS, STEP, WAIT_S, Site, send_
 
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import ranks
-from memstore.core.holder.holder_io import HolderIo
-from memstore.core.holder.link import Link
+from memstore.core.holder.holder_io import HolderIo, Link
 from memstore.core.holder.reads import ready
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.calls import Called, ReadStep
@@ -22,7 +21,7 @@ from memstore.core.wire.frame import Kind
 from memstore.core.wire.rank_messages import Bye, SlotsLeased, decode_rank_message
 from memstore.core.wire.replies import ShardReady
 from memstore.core.wire.reports import HolderMessage, ProcessGone
-from memstore.shell.holder.rank_connections import RankConnection
+from memstore.shell.holder.context import RankConnection
 from memstore.shell.net.channel import Channel
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.testing.clusters.processes import wait_for

@@ -15,8 +15,7 @@ from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.messages import Action, Event, Received, Tick
 from memstore.core.wire.orders import WriteJournal, decode_order
 from memstore.core.wire.reports import Heartbeat, HostInventory, RankArrived
-from memstore.shell.controller.controller import TICK_S, Controller
-from memstore.shell.controller.holder_session import Session
+from memstore.shell.controller.controller import TICK_S, Controller, Session
 from memstore.shell.net.channel import Channel
 from memstore.testing.clusters.directory_membership import DirectoryMembership
 from memstore.testing.clusters.processes import wait_for

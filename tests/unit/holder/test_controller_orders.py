@@ -33,7 +33,7 @@ from memstore.core.wire.reports import (
 )
 from memstore.errors import CapacityError, PeerTimeout, PeerUnreachable
 from memstore.shell.arena import journal_file as journal_module
-from memstore.shell.controller.holder_session import Session, SessionEnded
+from memstore.shell.controller.controller import Session, SessionEnded
 from memstore.shell.holder import controller_session
 from memstore.shell.holder.controller_session import ControllerSession
 from memstore.shell.holder.holder import Holder

@@ -13,7 +13,7 @@ import pytest
 
 from memstore.core.arena.claimed_memory import Limit
 from memstore.core.arena.replica_store import ReplicaStore
-from memstore.core.arena.share import PeerShare
+from memstore.core.arena.slot_table import PeerShare
 from memstore.core.wire.codec import Message, encode
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import HolderIdentity

@@ -17,8 +17,7 @@ from link_site import make_ready
 from msgspec.structs import replace
 
 from memstore.config import Config
-from memstore.core.arena.share import PeerShare
-from memstore.core.arena.slot_table import Owner
+from memstore.core.arena.slot_table import Owner, PeerShare
 from memstore.core.holder import ranks
 from memstore.core.holder.reads import ready
 from memstore.core.wire.calls import AskStatus, Called, RankCall, ReadStep

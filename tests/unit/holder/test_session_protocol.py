@@ -10,7 +10,7 @@ import pytest
 
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.orders import EchoClock
-from memstore.shell.controller.holder_session import Session, SessionEnded
+from memstore.shell.controller.controller import Session, SessionEnded
 from memstore.shell.net.channel import Channel
 
 WAIT_S = 60.0

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from memstore.inplace import private_names, reuse
-from memstore.inplace.private_names import missing
+from memstore.inplace import reuse
 from memstore.inplace.reentry import Generation, enter
+from memstore.inplace.reuse import FSDP, NAMES, missing
 
 Build = Callable[[], Any]
 
@@ -291,10 +291,10 @@ def test_each_private_name_of_torch_is_there(
     kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With another torch all is built again; here it fails by name."""
-    assert missing(private_names.NAMES) == []
-    name = (f"{private_names.FSDP}._fsdp_param", "FSDPParam", "no_such_state")
-    monkeypatch.setitem(private_names.NAMES, name, "nothing")
-    assert missing(private_names.NAMES) == [f"{private_names.FSDP}._fsdp_param.FSDPParam.no_such_state (nothing)"]
+    assert missing(NAMES) == []
+    name = (f"{FSDP}._fsdp_param", "FSDPParam", "no_such_state")
+    monkeypatch.setitem(NAMES, name, "nothing")
+    assert missing(NAMES) == [f"{FSDP}._fsdp_param.FSDPParam.no_such_state (nothing)"]
     first, second = in_two(kept, plain)
     assert first is not second
     assert "this torch lacks torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.no_such_state" in caplog.text

@@ -19,11 +19,9 @@ from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import HolderIdentity
 from memstore.core.wire.ids import Endpoint
 from memstore.errors import AuthenticationError, PeerTimeout, PeerUnreachable
-from memstore.shell.net.channel import Channel
+from memstore.shell.net.channel import CHUNK_S, SO_MAX_PACING_RATE, TC_PRIO_FILLER, Channel, Pacing, flight, pace
 from memstore.shell.net.host_networks import SILENCE_S, HostNetworks
 from memstore.shell.net.listener import Listener, connect_tcp
-from memstore.shell.net.pacing import CHUNK_S, Pacing
-from memstore.shell.net.socket_options import SO_MAX_PACING_RATE, TC_PRIO_FILLER, flight, pace
 from memstore.testing.clusters.processes import wait_for
 
 SECRET = b"s" * 32

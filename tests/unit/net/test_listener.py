@@ -19,7 +19,7 @@ from memstore import errors
 from memstore.core.wire import frame
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import HolderIdentity, Identity, ProbeIdentity
-from memstore.shell.host import interface
+from memstore.shell.host import identity
 from memstore.shell.net import listener
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import Listener, Process, connect_tcp, connect_unix
@@ -425,23 +425,23 @@ def test_a_file_that_is_no_socket_is_not_removed(tmp_path: Path) -> None:
 
 def test_interfaces_are_found_by_name_network_and_address() -> None:
     """Loopback is on every machine, and the default is an address of this machine."""
-    name = next(name for name, address in interface.interface_addresses() if address == "127.0.0.1")
+    name = next(name for name, address in identity.interface_addresses() if address == "127.0.0.1")
     for spec in (name, "127.0.0.0/8", "127.0.0.1", "127.0.0.1/8"):
-        assert interface.resolve_interface(spec) == "127.0.0.1"
-    assert interface.resolve_interface(None) in {address for _, address in interface.interface_addresses()}
+        assert identity.resolve_interface(spec) == "127.0.0.1"
+    assert identity.resolve_interface(None) in {address for _, address in identity.interface_addresses()}
 
 
 @pytest.mark.parametrize("spec", ["no-such-nic", "203.0.113.0/24", "2001:db8::/32", ""])
 def test_an_interface_that_matches_nothing_lists_what_is_here(spec: str) -> None:
     """The error shows every interface with its address."""
     with pytest.raises(errors.ConfigError, match=r"127\.0\.0\.1"):
-        interface.resolve_interface(spec)
+        identity.resolve_interface(spec)
 
 
 def test_the_default_interface_prefers_a_real_one_and_falls_back_to_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a route the first address that is not loopback wins; with nothing else it is loopback."""
-    monkeypatch.setattr(interface, "_PROBE", ("256.0.0.1", 9))
-    monkeypatch.setattr(interface, "interface_addresses", lambda: [("lo", "127.0.0.1"), ("eth7", "10.9.8.7")])
-    assert interface.resolve_interface(None) == "10.9.8.7"
-    monkeypatch.setattr(interface, "interface_addresses", lambda: [("lo", "127.0.0.1")])
-    assert interface.resolve_interface(None) == "127.0.0.1"
+    monkeypatch.setattr(identity, "_PROBE", ("256.0.0.1", 9))
+    monkeypatch.setattr(identity, "interface_addresses", lambda: [("lo", "127.0.0.1"), ("eth7", "10.9.8.7")])
+    assert identity.resolve_interface(None) == "10.9.8.7"
+    monkeypatch.setattr(identity, "interface_addresses", lambda: [("lo", "127.0.0.1")])
+    assert identity.resolve_interface(None) == "127.0.0.1"

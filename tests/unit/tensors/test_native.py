@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from memstore.shell.codec import verified_stream
 from memstore.shell.codec.encode import copy_into, plan_state
 from memstore.shell.codec.verified_stream import copy_chunk
-from memstore.shell.native import copy_loops, extension
-from memstore.shell.native.copy_loops import Way
+from memstore.shell.native import extension, loops
+from memstore.shell.native.loops import Way
 from memstore.shell.tensors import slot_stream
 from memstore.shell.tensors.slot_stream import SlotStream, address_of
 
@@ -66,8 +66,8 @@ def test_a_filled_stream_is_the_sources_and_zeros_and_has_its_digests(
     for offset, place, size in extents:
         wanted[offset : offset + size] = source[place : place + size]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copy_loops, "LARGE_BYTES", 0)
-        patch.setattr(copy_loops, "_puts", decided(around))
+        patch.setattr(loops, "LARGE_BYTES", 0)
+        patch.setattr(loops, "_puts", decided(around))
         rows = [(offset, address_of(source) + place, size) for offset, place, size in extents if size]
         digests = SlotStream(slots, chunk_bytes, nbytes).fill(np.array(rows, np.int64).reshape(-1, 3))
     chunks = [wanted[at : at + chunk_bytes] for at in range(0, nbytes, chunk_bytes)]
@@ -82,7 +82,7 @@ def test_a_filled_stream_is_the_sources_and_zeros_and_has_its_digests(
 def decided(around: bool) -> Way:
     """A kind of copy that was measured, with this result."""
     way = Way()
-    way._calls, way._rates = copy_loops.MEASURED_CALLS, {around: 1.0, not around: 0.0}
+    way._calls, way._rates = loops.MEASURED_CALLS, {around: 1.0, not around: 0.0}
     return way
 
 
@@ -102,8 +102,8 @@ def test_parts_of_a_chunk_are_copied_and_the_chunk_is_digested(
         targets.append((np.full(skew + size + 1, 0xEE, np.uint8), skew, start, size))
         moves.append((address_of(targets[-1][0]) + skew, address_of(slot) + start, size))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copy_loops, "_gets", decided(around))
-        digest = copy_loops.get_chunk(address_of(slot), nbytes, moves, is_large=True)
+        patch.setattr(loops, "_gets", decided(around))
+        digest = loops.get_chunk(address_of(slot), nbytes, moves, is_large=True)
     assert digest == xxhash.xxh3_128_digest(slot)
     for memory, skew, start, size in targets:
         assert bytes(memory) == b"\xee" * skew + bytes(slot[start : start + size]) + b"\xee"
@@ -116,8 +116,8 @@ def test_a_move_copies_its_bytes_and_no_others(around: bool, nbytes: int, here: 
     """Head and tail of a store around the cache are what is odd."""
     source, target = noise(here + nbytes), np.full(there + nbytes + 1, 0xEE, np.uint8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copy_loops, "_moves", decided(around))
-        copy_loops.make_moves([(address_of(target) + there, address_of(source) + here, nbytes)], is_large=True)
+        patch.setattr(loops, "_moves", decided(around))
+        loops.make_moves([(address_of(target) + there, address_of(source) + here, nbytes)], is_large=True)
     assert bytes(target) == b"\xee" * there + bytes(source[here:]) + b"\xee"
 
 
@@ -129,7 +129,7 @@ def test_a_slot_that_changes_after_its_copy_has_another_digest() -> None:
     # The second move overwrites the slot's end while the chunk is copied, as another put would.
     end = address_of(slot) + 90_000
     moves = [(address_of(target), address_of(slot), 50_000), (end, address_of(slot) + 60_000, 10_000)]
-    assert copy_loops.get_chunk(address_of(slot), 100_000, moves, is_large=False) != before
+    assert loops.get_chunk(address_of(slot), 100_000, moves, is_large=False) != before
     assert not copy_chunk(slot.data, [(address_of(target), 0, 100_000)], before)
 
 
@@ -191,7 +191,7 @@ def test_a_source_that_has_to_be_gathered_is_left_to_the_holder() -> None:
 @needs_helper
 def test_a_signals_handler_runs_between_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """However large a copy is, a call is short: an exception stops it there."""
-    monkeypatch.setattr(copy_loops, "CALL_BYTES", 1000)
+    monkeypatch.setattr(loops, "CALL_BYTES", 1000)
     calls: list[int] = []
 
     def put(*tables: bytes) -> bytes:
@@ -212,7 +212,7 @@ def test_a_signals_handler_runs_between_two_calls(monkeypatch: pytest.MonkeyPatc
 def timed(monkeypatch: pytest.MonkeyPatch, seconds: dict[bool, float]) -> Callable[[bool], bool]:
     """Let a call take so long, by the way that it goes."""
     now = [0.0]
-    monkeypatch.setattr(copy_loops.time, "thread_time", lambda: now[0])
+    monkeypatch.setattr(loops.time, "thread_time", lambda: now[0])
 
     def work(around: bool) -> bool:
         now[0] += seconds[around]
@@ -229,8 +229,8 @@ def test_the_way_of_large_copies_is_measured_once(
     work, way = timed(monkeypatch, {False: plain_s, True: around_s}), Way()
     assert not way.call(work, nbytes=1 << 20, is_large=False)
     assert not way.call(work, nbytes=100, is_large=True)
-    found = [way.call(work, nbytes=1 << 20, is_large=True) for _ in range(copy_loops.MEASURED_CALLS)]
-    assert found == [False, True] * (copy_loops.MEASURED_CALLS // 2)
+    found = [way.call(work, nbytes=1 << 20, is_large=True) for _ in range(loops.MEASURED_CALLS)]
+    assert found == [False, True] * (loops.MEASURED_CALLS // 2)
     assert way.is_known
     assert way.call(work, nbytes=100, is_large=True) is wanted
     assert not way.call(work, nbytes=1 << 20, is_large=False)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from memstore.shell.native.copy_loops import Move
+from memstore.shell.native.loops import Move
 from memstore.shell.tensors import slot_stream
 from memstore.shell.tensors.slot_stream import in_threads
 

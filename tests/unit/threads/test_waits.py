@@ -17,7 +17,7 @@ import pytest
 from memstore.core.wire.handshake import HolderIdentity
 from memstore.core.wire.ids import Endpoint
 from memstore.errors import PeerTimeout, PeerUnreachable, RecoveryError, TransportError
-from memstore.shell.net.pacing import Pacing
+from memstore.shell.net.channel import Pacing
 from memstore.shell.peer.chunk_frames import Damage
 from memstore.shell.peer.client import PeerClient
 from memstore.shell.threads.priority import BULK_NICE, RankPriority, lower_thread_priority

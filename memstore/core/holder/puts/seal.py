@@ -16,9 +16,8 @@ from collections.abc import Collection
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.format.manifest import DIGEST_BYTES, chunk_sizes, split_digests
 from memstore.core.holder import ranks
-from memstore.core.holder.holder_io import HolderIo, StreamingSource
+from memstore.core.holder.holder_io import HolderIo, Link, StreamingSource
 from memstore.core.holder.inventory import answer_fence, report_copy
-from memstore.core.holder.link import Link
 from memstore.core.holder.puts import equal_ranks, push
 from memstore.core.holder.state import HolderState, SubmittedPut
 from memstore.core.wire.calls import SkipStep

@@ -18,9 +18,8 @@ from functools import partial
 
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.format.manifest import decode_manifest
-from memstore.core.holder.holder_io import HolderIo
+from memstore.core.holder.holder_io import HolderIo, Link
 from memstore.core.holder.inventory import report_copy
-from memstore.core.holder.link import Link
 from memstore.core.holder.reads import fetch, ready
 from memstore.core.holder.state import Fetching, HolderState, Ready
 from memstore.core.wire.ids import WireShard

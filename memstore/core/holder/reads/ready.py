@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from memstore.core.holder.holder_io import HolderIo
-from memstore.core.holder.link import Link
+from memstore.core.holder.holder_io import HolderIo, Link
 from memstore.core.holder.state import HolderState, Ready
 from memstore.core.wire.orders import ChunkRange
 from memstore.core.wire.replies import ChunksElsewhere, ShardPlaced, ShardReady

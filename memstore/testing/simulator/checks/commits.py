@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from memstore.core.attempts.attempt_numbers import LEFT_FREE
+from memstore.core.attempts.join import LEFT_FREE
 from memstore.core.cluster.facts import AttemptOpened, StepCommitted
 from memstore.core.journal.records import entry_from_record, place_of_record
 from memstore.testing.simulator.checks.hosts import racks_of

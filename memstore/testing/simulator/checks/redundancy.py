@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from memstore.core.cluster.kept_steps import kept_steps
+from memstore.core.cluster.step_lookup import kept_steps
 from memstore.testing.simulator.checks.hosts import are_well, racks_of, trusted_hosts
 from memstore.testing.simulator.checks.observed import Observed
 from memstore.testing.simulator.checks.promises import Promises

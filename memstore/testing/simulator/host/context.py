@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from typing import Protocol
 
-from memstore.core.holder.fences import JobFences
+from memstore.core.holder.sessions import JobFences
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.reports import Report
 from memstore.testing.simulator.checks.checker import Checker

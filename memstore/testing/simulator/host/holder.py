@@ -17,15 +17,14 @@ from msgspec import structs
 
 from memstore.core.arena.claimed_memory import Limit
 from memstore.core.arena.replica_store import ReplicaStore, Store
-from memstore.core.holder import answers, ranks
-from memstore.core.holder.fences import JobFences
+from memstore.core.holder import ranks
 from memstore.core.holder.holder_io import Lane
 from memstore.core.holder.inventory import inventory, report_copy
 from memstore.core.holder.orders import obey
 from memstore.core.holder.puts import equal_ranks, seal
 from memstore.core.holder.puts.push import WHOLE_BYTES
 from memstore.core.holder.reads import ready
-from memstore.core.holder.sessions import Sessions, read_journal
+from memstore.core.holder.sessions import JobFences, Sessions, read_journal
 from memstore.core.holder.state import HolderState, Limits, SubmittedPut
 from memstore.core.wire import calls, reports
 from memstore.core.wire.calls import Called
@@ -211,13 +210,13 @@ class SimHolder:
 
     def call(self, rank: AnyRank, call_id: int, request: calls.RankCall) -> None:
         """Relay a question."""
-        self.calls.ask(answers.ForwardedCall(rank.owner, rank.nonce, call_id, request))
+        self.calls.ask(ranks.ForwardedCall(rank.owner, rank.nonce, call_id, request))
 
     def answer(self, number: int, data: bytes, error: tuple[str, str] | None) -> None:
         """Pass on what the controller answered."""
         call = self.calls.take(number)
         if call is not None:
-            self.io.start(FENCE, answers.pass_on, self.state, call, data, error)
+            self.io.start(FENCE, ranks.pass_on, self.state, call, data, error)
 
     def take_over(self, rank: AnyRank, ready: PutReady) -> None:
         """A submission came completely: seal it under the fence that holds now (R21)."""

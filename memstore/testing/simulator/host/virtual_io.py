@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
-from memstore.core.arena.share import PeerShare
-from memstore.core.arena.slot_table import Owner
-from memstore.core.durable.marker_format import MarkerRecord
+from memstore.core.arena.slot_table import Owner, PeerShare
+from memstore.core.durable.markers import MarkerRecord
 from memstore.core.durable.slice_format import slice_nbytes, slice_range, slices_count
 from memstore.core.format.manifest import chunk_digest, decode_manifest
 from memstore.core.holder import holder_io, ranks
@@ -24,13 +23,13 @@ from memstore.core.holder.holder_io import (
     CALL_TIMEOUT_S,
     HolderIo,
     Lane,
+    Link,
     PushSource,
     Stop,
     Storage,
     StreamingSource,
     WholeReply,
 )
-from memstore.core.holder.link import Link
 from memstore.core.holder.puts import seal
 from memstore.core.holder.reads import bring
 from memstore.core.schedule.durable_interval import take_turn

@@ -9,8 +9,8 @@ from typing import Any
 from unittest.mock import patch
 
 from memstore.core.arena.replica_store import ReplicaStore, Store
-from memstore.core.history import orphans
-from memstore.core.holder import idle_time, incarnation, ranks
+from memstore.core.history import job_removal
+from memstore.core.holder import ranks, succession
 from memstore.core.holder.puts import seal
 from memstore.core.holder.sessions import Sessions
 from memstore.core.holder.state import HolderState, SubmittedPut
@@ -116,7 +116,7 @@ def incarnation_by_the_clock() -> Iterator[None]:
         wall_s = 1e9 + self.now + self.memories[name].clock_ahead_s  # where the product's code would look
         return take(self, name, above)
 
-    by_the_clock = patch.object(incarnation, "following", lambda last, above: int(1e9 * wall_s))
+    by_the_clock = patch.object(succession, "following", lambda last, above: int(1e9 * wall_s))
     with patch.object(SimCluster, "take_incarnation", timed), by_the_clock:
         yield
 
@@ -125,7 +125,7 @@ def incarnation_by_the_clock() -> Iterator[None]:
 @contextmanager
 def use_is_a_connect() -> Iterator[None]:
     """Only a connect counts as use of an arena, so after days of training without one the job goes as forgotten."""
-    with patch.object(idle_time, "is_due", lambda *_: False), patch.object(orphans, "GRACE_S", 0.0):
+    with patch.object(succession, "is_due", lambda *_: False), patch.object(job_removal, "GRACE_S", 0.0):
         yield
 
 

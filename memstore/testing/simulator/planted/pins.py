@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from memstore.core.cluster.holds import Holds
 from memstore.core.cluster.job import Job, LeaseRoom
-from memstore.core.cluster.kept_steps import kept_steps
+from memstore.core.cluster.state import Holds
+from memstore.core.cluster.step_lookup import kept_steps
 from memstore.core.history.pins import Pins
 from memstore.core.holder.reads import ready
 from memstore.core.holder.state import HolderState

@@ -16,7 +16,7 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from memstore.core.arena.slot_table import Owner
-from memstore.core.attempts.generation_key import generation_key
+from memstore.core.attempts.in_place import generation_key
 from memstore.core.wire.calls import RankLoss
 from memstore.core.wire.replies import Joined
 from memstore.errors import FencedError, GatherTimeout

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from memstore.config import Config
 from memstore.core.cluster.state import Rules
-from memstore.core.holder import idle_time, incarnation
+from memstore.core.holder import succession
 from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.messages import HostInfo
 from memstore.testing.simulator.checks.checker import Checker
@@ -29,8 +29,8 @@ CHUNK_BYTES = 64
 RESTART_S = 1.0
 PACE_BYTES_PER_S = 400  # of a host to durable storage: a rank's shard takes half a second
 GRACE_S = 8.0
-# Longer than any fault keeps all holders away, or launches; a record is up to idle_time.EVERY_S old when a holder ends.
-ORPHAN_TTL_S = 12.0 + idle_time.EVERY_S
+# Longer than any fault keeps all holders away, or launches; a record is up to EVERY_S old when a holder ends.
+ORPHAN_TTL_S = 12.0 + succession.EVERY_S
 BOOT = "boot"  # machines restart only in other faults, and then without their memory
 
 
@@ -140,7 +140,7 @@ class SimCluster:
         memory = self.memories[info.host_id]
         info = HostInfo(incarnation=self.take_incarnation(info.host_id), **fields)
         holder = SimHolder(self, self.checker, info, memory)
-        holder.state.idle_s = idle_time.idle_s(memory.seen, BOOT, self.now + self.idle_days_s)
+        holder.state.idle_s = succession.idle_s(memory.seen, BOOT, self.now + self.idle_days_s)
         self._see(memory)
         self.holders[info.host_id] = holder
         for rank in self.ranks:
@@ -152,17 +152,17 @@ class SimCluster:
 
     def see(self, holder: SimHolder) -> None:
         """Record in a host's memory that a holder runs there, if it is time to (R5)."""
-        if holder.is_up and idle_time.is_due(holder.memory.seen_s, self.now + self.idle_days_s):
+        if holder.is_up and succession.is_due(holder.memory.seen_s, self.now + self.idle_days_s):
             self._see(holder.memory)
 
     def _see(self, memory: Memory) -> None:
         memory.seen_s = self.now + self.idle_days_s
-        memory.seen = idle_time.record_of(BOOT, memory.seen_s)
+        memory.seen = succession.record_of(BOOT, memory.seen_s)
 
     def take_incarnation(self, name: str, above: int = 0) -> int:
         """Return the number of the next holder of a host, counted in the host's memory (R3)."""
         memory = self.memories[name]
-        memory.incarnation = incarnation.following(memory.incarnation, above)
+        memory.incarnation = succession.following(memory.incarnation, above)
         return memory.incarnation
 
     def kill_holder(self, name: str, *, back_after_s: float = RESTART_S) -> None:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from memstore.core.arena.replica_index import PEER_INCOMING_MAX, ReplicaIndex, StoredReplica
-from memstore.core.arena.share import PeerShare
-from memstore.core.arena.slot_table import SlotState, SlotTable
+from memstore.core.arena.slot_table import PeerShare, SlotState, SlotTable
 from recovery.inventory import ShardId, ShardSpec
 
 DIGESTS = [b"a" * 16, b"b" * 16, b"c" * 16, b"d" * 16]

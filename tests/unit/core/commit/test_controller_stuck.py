@@ -13,7 +13,7 @@ import pytest
 from memstore.core.arena.claimed_memory import Limit
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.replica_store import ReplicaStore
-from memstore.core.arena.share import PeerShare
+from memstore.core.arena.slot_table import PeerShare
 from memstore.core.cluster.facts import StepSkipped
 from memstore.core.journal.records import Entry
 from memstore.core.wire.ids import WireShard

@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 
-from memstore.core.attempts import launches
 from memstore.core.cluster.facts import HostsJoined, StepCommitted
 from memstore.core.cluster.hosts import HostTable
 from memstore.core.commit.commit_rule import CommitRule
 from memstore.core.durable.states import DurableStates
-from memstore.core.history.orphans import Orphans
+from memstore.core.history.job_removal import Orphans
 from memstore.core.journal.fact_log import FactLog
-from memstore.core.repair.repair import LOOKS_MAX, Repair
-from memstore.core.repair.substitutes import Substitutes
+from memstore.core.repair.repair import LOOKS_MAX, Repair, Substitutes
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.calls import AskRollCall, Called
 from memstore.core.wire.messages import HostBeat, Received, Tick
@@ -159,7 +157,7 @@ def test_ranks_that_wait_for_their_launch_ask_all_at_once_and_are_looked_at_once
         "config": fleet.config,
     }
     asked: list[Any] = []
-    looks = counted(monkeypatch, launches, "_gathering")
+    looks = counted(monkeypatch, join, "_gathering")
     for rank in range(16):
         fleet.handle(
             Received(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from memstore.core.durable.marker_format import decode_marker, encode_marker
+from memstore.core.durable.markers import decode_marker, encode_marker
 from memstore.core.durable.slice_format import (
     SLICE_LIMIT_BYTES,
     SliceHeader,

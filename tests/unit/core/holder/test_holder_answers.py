@@ -9,7 +9,7 @@ import pytest
 from holder_io import ScriptedIo
 
 from memstore.core.arena.slot_table import Owner
-from memstore.core.holder import answers
+from memstore.core.holder import ranks
 from memstore.core.wire.calls import ReadStep
 from memstore.core.wire.codec import encode
 from memstore.core.wire.orders import CallAnswered
@@ -36,7 +36,7 @@ def answered(link: Link, data: bytes, error: tuple[str, str] | None = None) -> l
     table: dict[str, Any] = io.state.ranks.links
     table[link.nonce] = link
     assert isinstance(READ, ReadStep)
-    io.play(answers.pass_on(io, io.state, answers.ForwardedCall(OWNER, "n", 5, READ), data, error))
+    io.play(ranks.pass_on(io, io.state, ranks.ForwardedCall(OWNER, "n", 5, READ), data, error))
     return io.calls
 
 

@@ -12,7 +12,7 @@ import pytest
 from holder_io import ScriptedIo
 from msgspec import structs
 
-from memstore.core.holder import drop, orders, persist, room
+from memstore.core.holder import orders, persist
 from memstore.core.holder.holder_io import Lane
 from memstore.core.holder.puts import push, seal
 from memstore.core.holder.reads import bring
@@ -80,12 +80,12 @@ GET = Bring(
 )
 WRITE, LIST = Lane("write", ("/d",)), Lane("list", ("/d",))
 BEGUN: list[tuple[Order, Lane, Callable[..., Any]]] = [  # each is given the order
-    (Reserve(**ROOM), Lane("room"), room.reserve),
-    (Reserve(**ROOM, is_claim=False), Lane("room"), room.grow),
+    (Reserve(**ROOM), Lane("room"), orders.reserve),
+    (Reserve(**ROOM, is_claim=False), Lane("room"), orders.grow),
     (GET, Lane("read"), bring.run),
-    (StepLevel(job="job", attempt=1, step=2, level="skipped", reason="", resume=3), Lane("drop"), drop.abandon),
-    (FreeCopies(shards=ROWS, number=TermNumber(1, 2)), Lane("drop"), drop.free),
-    (DropJob(job="job", attempt=1, shards=ROWS), Lane("drop"), drop.drop_job),
+    (StepLevel(job="job", attempt=1, step=2, level="skipped", reason="", resume=3), Lane("drop"), orders.abandon),
+    (FreeCopies(shards=ROWS, number=TermNumber(1, 2)), Lane("drop"), orders.free),
+    (DropJob(job="job", attempt=1, shards=ROWS), Lane("drop"), orders.drop_job),
     (VerifyCopies(call=9, job="job"), Lane("verify"), orders._verify),
     (MARKER, WRITE, persist.marker),
     (RemoveStep(job="job", durable=PLACE, step=STEP, only_unmarked=False), WRITE, persist.remove),
@@ -93,7 +93,7 @@ BEGUN: list[tuple[Order, Lane, Callable[..., Any]]] = [  # each is given the ord
 ]
 BEGUN_WITH: list[tuple[Order, Lane, Callable[..., Any], tuple[Any, ...]]] = [
     *((order, lane, procedure, (order,)) for order, lane, procedure in BEGUN),
-    (HostNews(hosts=(), gone=(), jobs=("job",)), Lane("room"), room.keep_shares, (("job",),)),
+    (HostNews(hosts=(), gone=(), jobs=("job",)), Lane("room"), orders.keep_shares, (("job",),)),
     (Fence(job="job", attempt=2, members=("n",)), Lane("fence"), seal.fence, ("job", 2, ("n",))),
     (REPAIR, Lane("repair"), push.run, (push.Push(SHARD, DIGEST, "b", is_repair=True),)),
 ]

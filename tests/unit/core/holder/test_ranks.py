@@ -14,8 +14,7 @@ from holder_io import ScriptedIo
 from msgspec import structs
 
 from memstore.core.arena.replica_index import IncomingReplica, ReplicaIndex
-from memstore.core.arena.share import PeerShare
-from memstore.core.arena.slot_table import Owner, SlotTable
+from memstore.core.arena.slot_table import Owner, PeerShare, SlotTable
 from memstore.core.holder import ranks
 from memstore.core.holder.state import Ready
 from memstore.core.wire.ids import WireShard, WireSpec

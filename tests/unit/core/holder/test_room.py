@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 from holder_io import ScriptedIo
 
-from memstore.core.arena.share import PeerShare
-from memstore.core.holder import room
+from memstore.core.arena.slot_table import PeerShare
+from memstore.core.holder import orders
 from memstore.core.wire.orders import Reserve, TermNumber
 from memstore.core.wire.reports import Reserved
 from memstore.errors import ConfigError
@@ -32,7 +32,7 @@ class Host(ScriptedIo):
 def claimed(problem: Exception, lasts_s: float) -> tuple[Reserved, float, list[Exception]]:
     """Carry the order out where claiming fails for so long; return the report, when it came, and what was logged."""
     host = Host(problem, lasts_s)
-    host.play(room.reserve(host, host.state, ORDER))
+    host.play(orders.reserve(host, host.state, ORDER))
     [report] = host.reports
     assert isinstance(report, Reserved)
     return report, host.now, [error for _, error in host.of("unexpected")]
@@ -43,7 +43,7 @@ def test_a_lack_of_descriptors_that_passes_is_waited_out(number: int) -> None:
     """The claim is tried again, and no rank gets an error."""
     report, took_s, logged = claimed(OSError(number, "Too many open files"), lasts_s=2.0)
     assert (report.problem, report.is_fault, logged) == (None, False, [])
-    assert 2.0 <= took_s < 2.0 + 2 * room.RETRY_S
+    assert 2.0 <= took_s < 2.0 + 2 * orders.RETRY_S
 
 
 def test_a_lack_of_descriptors_that_lasts_is_reported_as_that() -> None:
@@ -53,7 +53,7 @@ def test_a_lack_of_descriptors_that_lasts_is_reported_as_that() -> None:
     assert "no file descriptor left for 10 s" in str(report.problem)
     assert "raise its limit" in str(report.problem)
     assert isinstance(logged, OSError)
-    assert room.DESCRIPTORS_S <= took_s < room.DESCRIPTORS_S + 2 * room.RETRY_S
+    assert orders.DESCRIPTORS_S <= took_s < orders.DESCRIPTORS_S + 2 * orders.RETRY_S
     error = ConfigError("cannot open slots")
     error.__cause__ = OSError(errno.EMFILE, "Too many open files")
     assert claimed(error, lasts_s=2.0)[0].problem is None

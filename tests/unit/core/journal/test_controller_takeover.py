@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from memstore.core.capacity.retention import is_needed
 from memstore.core.cluster import facts as f
-from memstore.core.journal.compaction import is_needed
 from memstore.core.journal.fact_log import FactLog
 from memstore.core.journal.records import Entry
 from memstore.core.wire.orders import Reserve, VerifyCopies

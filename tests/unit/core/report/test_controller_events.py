@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from memstore.core.report.event_kinds import event_fields
-from memstore.core.report.event_ring import KEPT, PAGE, RecentEvents
-from memstore.core.report.recorder import EventRecorder
+from memstore.core.report.recorder import KEPT, PAGE, EventRecorder, RecentEvents
 from memstore.core.wire.calls import AskEvents
 from memstore.core.wire.codec import encode
 from memstore.core.wire.ids import WireCopy

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from memstore.cli.status import state_text
 from memstore.core.report.problems import DEGRADED, NOTE, UNRECOVERABLE, problems, worst
-from memstore.core.report.survival import COUNTED_SETS_MAX, Odds, held_for, survival, survival_odds
+from memstore.core.report.redundancy import COUNTED_SETS_MAX, Odds, held_for, survival, survival_odds
 from memstore.core.wire.status_rows import AttemptStatus, HostRow, HostStats, JobRow, ProblemRow, ShortRow, SurvivalRow
 from memstore.testing.fuzz.message_samples import blank
 from placement.topology import Host, Topology
@@ -137,7 +137,7 @@ def test_the_bound_of_a_large_cluster_never_promises_too_much(shards: list[set[s
     """Where the sets are too many to count the answer is at most the counted one, and equal where it says so."""
     counted = survival_odds(shards, "abcdefgh", lost_count)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("memstore.core.report.survival.COUNTED_SETS_MAX", 0)
+        patch.setattr("memstore.core.report.redundancy.COUNTED_SETS_MAX", 0)
         bounded = survival_odds(shards, "abcdefgh", lost_count)
     assert counted is not None
     assert bounded is not None

@@ -1,7 +1,8 @@
-"""Says for how long no holder has run on an arena, by a clock that only counts up: that shows an orphan (R5).
+"""What a holder finds of the one before it: how long ago that ran, and the number of its life (R3, R5).
 
-The record names a moment of one boot. Nothing that is done to the wall clock makes an arena old; time before this
-boot, and time in which the machine slept, does not count.
+How long nobody ran on an arena shows an orphan, by a clock that only counts up. The record names a moment of one boot.
+Nothing that is done to the wall clock makes an arena old; time before this boot, and time in which the machine slept,
+does not count.
 """
 
 from __future__ import annotations
@@ -29,3 +30,8 @@ def idle_s(record: str, boot: str, now_s: float) -> float:
     except ValueError:
         return 0.0
     return max(0.0, now_s - seen_s)
+
+
+def following(last: int, above: int) -> int:
+    """Return the number of the next life; `above`: the highest that the controller names, 0 if it named none."""
+    return max(last, above) + 1
