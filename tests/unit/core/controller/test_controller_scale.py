@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from memstore.core.attempts import join
 from memstore.core.cluster.facts import HostsJoined, StepCommitted
 from memstore.core.cluster.hosts import HostTable
 from memstore.core.commit.commit_rule import CommitRule
@@ -146,7 +147,7 @@ def test_ranks_that_wait_for_their_launch_ask_all_at_once_and_are_looked_at_once
 ) -> None:
     """Each asks after the same seconds: to look at all of them for each of them is the square of the ranks."""
     fleet = ControllerFleet(4)
-    join = {
+    question = {
         "job": "next",
         "world_size": 17,
         "key": "k",
@@ -162,7 +163,7 @@ def test_ranks_that_wait_for_their_launch_ask_all_at_once_and_are_looked_at_once
         fleet.handle(
             Received(
                 fleet.hosts[0],
-                Called(id=1000 + rank, call=request_of("join", {**join, "rank": rank, "nonce": f"m{rank}"})),
+                Called(id=1000 + rank, call=request_of("join", {**question, "rank": rank, "nonce": f"m{rank}"})),
             )
         )
     for rank in range(16):
