@@ -85,7 +85,8 @@ class SimHolder:
         )
         self.shared_shards = SimSharedShards(self, world, checker.shared_shards)
         self.scrubber = Scrubber(self)  # type: ignore[arg-type]
-        first_pin = random.Random(f"pins {world.scenario.seed} {self.host_id} {info.incarnation}").getrandbits(60)
+        # By the moment: a holder whose number was lost may have a former one's.
+        first_pin = random.Random(f"pins {world.scenario.seed} {self.host_id} {world.now}").getrandbits(60)
         self.state = HolderState(
             info,
             self.replicas,
