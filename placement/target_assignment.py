@@ -2,7 +2,7 @@
 
 Room, balance and separation, one (owner, target) at a time.
 
-The replica groups of `layout.py` know neither capacity nor history. TargetAssignment takes pairs that ought
+The replica groups of `groups.py` know neither capacity nor history. TargetAssignment takes pairs that ought
 to be kept, refuses those that break a limit, and fills the gaps with the fewest new pairs.
 Pure: no torch, ray, socket, clock, environment or file access. Read `groups.py` next.
 """
