@@ -28,7 +28,6 @@ from memstore.core.report.status import StatusReport
 from memstore.core.restore.followers import Followers
 from memstore.core.restore.rounds import Rounds
 from memstore.core.restore.single_read import SingleReads
-from memstore.core.restore.staging import Staging
 from memstore.core.targets.drain import Drains
 from memstore.core.targets.targets import ClusterView
 
@@ -54,7 +53,7 @@ class Parts:
         self.repair = Repair(state, out, self.view, self.drops, self.room, self.steps)
         # durable
         self.durable_states = DurableStates(state)
-        self.durable_markers = DurableMarkers(state, out, self.durable_states)
+        markers = self.durable_markers = DurableMarkers(state, out, self.durable_states)
         self.durable_checks = DurableChecks(state, out, self.durable_states)
         self.durable_looks = DurableLooks(state, self.durable_states, self.durable_checks)
         self.last_copies = LastCopyFinder(state, out, self.durable_checks)
@@ -64,14 +63,13 @@ class Parts:
         )
         self.departures = Departures(state, out, self.durable_checks, self.persists)
         # attempts
-        self.attempts = Attempts(state, out, self.journal, self.view, self.durable_markers)
+        self.attempts = Attempts(state, out, self.journal, self.view, markers)
         self.rewinds = Rewinds(state, out, self.view, self.attempts)
         # restore
         self.reads = SingleReads(state, out, term)
-        self.staging = Staging(state, out, self.journal, self.room, self.repair, self.reads)
         self.followers = Followers(state, out, self.room, self.retention)
         self.rounds = Rounds(
-            state, out, self.journal, self.view, self.durable_markers, self.staging, self.reads, self.followers
+            state, out, self.journal, self.view, self.room, self.repair, markers, self.reads, self.followers
         )
         # history
         self.pins = Pins(state, out, self.journal, self.waiters, self.room, self.retention)

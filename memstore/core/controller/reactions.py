@@ -122,7 +122,7 @@ def facts(p: Parts) -> Mapping[type[f.Fact], tuple[Fact, ...]]:
         f.SlotsReserved: (lambda fact, past: p.room.apply_claimed(fact, is_replay=past),),
         f.RestoreDecided: (lambda fact, past: p.rounds.apply_decided(state.now, fact, is_replay=past),),
         f.RestoreReleased: (lambda fact, past: p.rounds.apply_released(state.now, fact, is_replay=past),),
-        f.JobBranched: (lambda fact, past: p.rounds.apply_branched(state.now, fact, is_replay=past),),
+        f.JobBranched: (lambda fact, past: p.rounds.apply_released(state.now, fact, is_replay=past),),
         f.StepCommitted: (lambda fact, past: p.steps.apply_committed(state.now, fact, is_replay=past),),
         f.StepSkipped: (lambda fact, past: p.steps.apply_abandoned(fact, is_replay=past),),
         f.StepRetired: (lambda fact, past: p.retirement.apply(fact),),

@@ -1,4 +1,4 @@
-"""How all ranks get one step: rounds, and the staging of its shards.
+"""How all ranks get one step, in rounds.
 
 The controller's machine hands it the ranks' calls and the holders' reports; `single_read.py` and `followers.py` serve
 readers, which have no barrier. Which step and which sources is `recovery`'s answer.

@@ -10,32 +10,46 @@ gathering --all ranks--> listing (durable markers) --> planning --> staging, whi
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
+from memstore.core.capacity.reservations import Reservations
 from memstore.core.cluster.collective import attempt_of, job_removed
 from memstore.core.cluster.effects import Effects
-from memstore.core.cluster.facts import JobBranched, RestoreDecided, RestoreReleased, StepRetired
+from memstore.core.cluster.facts import JobBranched, RestoreDecided, RestoreReleased, StepCommitted, StepRetired
 from memstore.core.cluster.job import Attempt, Call, Job, Restore
 from memstore.core.cluster.reading import Round
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.step_lookup import Refusal, past_step, same_number
 from memstore.core.cluster.text import WHY_DROPPED, listed, plural
 from memstore.core.durable.markers import DurableMarkers
-from memstore.core.durable.paths import storage_of
+from memstore.core.durable.paths import place_of, storage_of
 from memstore.core.journal.replication import Journal
+from memstore.core.repair.repair import Repair
 from memstore.core.restore.awaited import awaited_text, ran_out_text
 from memstore.core.restore.followers import Followers, Wish
 from memstore.core.restore.single_read import SingleReads, unknown_job
-from memstore.core.restore.staging import Failed, Outcome, PlanAgain, Released, Staging, storage_config
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.calls import Get, ReadStep, ShardLoaded, Withdraw
-from memstore.core.wire.replies import GetAgain, Noted, NothingStored, RestoreReport, StepAgreed
+from memstore.core.wire.orders import Run
+from memstore.core.wire.replies import (
+    GetAgain,
+    Noted,
+    NothingStored,
+    PhaseSeconds,
+    RestoreReport,
+    ShardReady,
+    StepAgreed,
+)
 from memstore.core.wire.reports import Brought
-from recovery.inventory import Inventory, StepId
+from memstore.core.wire.status_rows import BytesByTier, RejectedStep
+from recovery.inventory import Copy, Inventory, ShardId, StepId
 from recovery.lineage import in_lineage
 from recovery.planner import RecoveryPlan, plan
 
+ADOPTED = "adopted by a restore"  # a whole step without a commit fact that a restore chose
+FETCH_S = 30.0  # longest that repair leaves the network to ranks that fetch what was released
 MARKERS_DEADLINE_S = 15.0  # a durable store that does not list its markers by then is left out, with a note
 
 
@@ -48,13 +62,14 @@ class Rounds:
         out: Effects,
         journal: Journal,
         view: ClusterView,
+        room: Reservations,
+        repair: Repair,
         markers: DurableMarkers,
-        staging: Staging,
         reads: SingleReads,
         followers: Followers,
     ) -> None:
         self.state, self.out, self.journal, self.view = state, out, journal, view
-        self.markers, self.staging, self.reads, self.followers = markers, staging, reads, followers
+        self.room, self.repair, self.markers, self.reads, self.followers = room, repair, markers, reads, followers
         state.holds.add("a restore", self._held, is_in_use=True)
         state.holds.add("a restore that was decided", self._decided, is_in_use=False)
         state.holds.add("the attempt that restored it", self._restored, is_in_use=False)
@@ -71,11 +86,8 @@ class Rounds:
 
     def _restored(self, job: Job) -> set[StepId]:
         attempt = job.newest
-        if attempt is None or not attempt.has_restored or attempt.has_put:
-            return set()
-        if not attempt.parent or attempt.parent_step is None:
-            return set()
-        return {StepId(attempt.parent, attempt.parent_step)}
+        step = _parent(attempt) if attempt is not None and attempt.has_restored and not attempt.has_put else None
+        return {step} if step is not None else set()
 
     # -- gathering ----------------------------------------------------------------------------
 
@@ -87,8 +99,10 @@ class Rounds:
         job, attempt = found
         name = job.name
         only_step, rank, is_agreement = request.step, request.rank, request.is_agreement
-        if request.is_adopting and self._is_over(attempt, rank) and name not in self.state.rounds:
-            self._repeat(call, attempt)
+        member = attempt.members.get(rank)
+        has_lost_answer = attempt.is_released and member is not None and member.step < 0  # it has not trained since
+        if request.is_adopting and has_lost_answer and name not in self.state.rounds:
+            self._hand_out_again(call, _parent(attempt))  # without a barrier: the others may be training already
             return
         if request.is_adopting and attempt.has_put:
             self.out.refuse(
@@ -117,7 +131,7 @@ class Rounds:
         if active.report is None:
             self.attempt_open(now, name)
         elif active.plan is not None and active.plan.step is not None:
-            self._hand_out_again(call, active.plan.step, active.report)
+            self._hand_out_again(call, active.plan.step, active.report)  # the others may have loaded it by now
 
     def attempt_open(self, now: float, name: str) -> None:
         """Plan as soon as all ranks ask and every holder is fenced: from those inventories only (R21)."""
@@ -130,31 +144,21 @@ class Rounds:
             is_empty = attempt.is_fresh and active.is_adopting  # steps of earlier runs are not its past (R23)
             self._restore_nothing(now, active) if is_empty else self._list_markers(now, active, job, attempt)
 
-    def _is_over(self, attempt: Attempt, rank: int) -> bool:
-        """Return whether the rank's answer was lost: the get has ended and the rank has not trained since (R23)."""
-        member = attempt.members.get(rank)
-        return attempt.is_released and member is not None and member.step < 0
-
-    def _repeat(self, call: Call[Get], attempt: Attempt) -> None:
-        """Give a rank the step of the others, without a barrier: they may be training already."""
-        if attempt.parent is None or attempt.parent_step is None:
-            self.out.answer(call, NothingStored(lost=self.state.jobs[call.request.job].put_in_vain(attempt)))
-            return
-        if call.request.is_agreement:
-            self.out.answer(call, StepAgreed(step=attempt.parent_step, attempt=attempt.parent, report=None))
-            return
-        self.reads.read(call, _again(call.request, StepId(attempt.parent, attempt.parent_step)))
-
-    def _hand_out_again(self, call: Call[Get], step: StepId, report: RestoreReport) -> None:
-        """Send a rank whose answer was lost what the others were sent: they may have loaded it by now."""
-        if call.request.is_agreement:
+    def _hand_out_again(self, call: Call[Get], step: StepId | None, report: RestoreReport | None = None) -> None:
+        """Send a rank whose answer was lost what the others were sent (R23)."""
+        request = call.request
+        if step is None:
+            job = self.state.jobs[request.job]
+            self.out.answer(call, NothingStored(lost=job.put_in_vain(job.attempts[request.attempt])))
+        elif request.is_agreement:
             self.out.answer(call, StepAgreed(step=step.step, attempt=step.attempt, report=report))
         else:
-            self.reads.read(call, _again(call.request, step), report)
+            asked = ReadStep(job=request.source, step=step.step, of_attempt=step.attempt, rank=request.rank)
+            self.reads.read(call, asked, report)
 
     def _list_markers(self, now: float, active: Round, job: Job, attempt: Attempt) -> None:
         hosts = [h for h in self.state.hosts.live_ids() if self.state.hosts.is_answering(h)]
-        config = storage_config(self.state, active)
+        config = self._storage_config(active)
         if config.get("durable") is None or not hosts:
             self._plan(now, active)
             return
@@ -209,10 +213,12 @@ class Rounds:
                 names = ", ".join(sorted(late))
                 self.out.log(f"job {job.name!r}: get waits for hosts {names}: they may have a newer step")
                 active.enter(now, "waiting")
-        elif result.verdict == "none":
-            self._nothing(now, active, job, result)
+        elif result.step is not None:
+            self._decide(now, active, job, attempt, result.step)
+        elif (refusal := self._why_none(active, job, result)) is not None:
+            self.fail(active, *refusal)
         else:
-            self._decide(now, active, job, attempt, result)
+            self._restore_nothing(now, active)
 
     def _plan_in_place(
         self, active: Round, job: Job, attempt: Attempt, inventory: Inventory, result: RecoveryPlan
@@ -241,69 +247,49 @@ class Rounds:
         self._let_go(active)
         self._plan(now, active)
 
-    def _nothing(self, now: float, active: Round, job: Job, result: RecoveryPlan) -> None:
-        # The planner calls every copy history; a job that never committed anything starts again from nothing (R19).
-        if active.from_job is not None and job.name not in self.state.jobs:
-            self.fail(active, *unknown_job(self.state, job.name))
-            return
-        is_gone = not any(step.step == active.only_step for step in (*job.copies, *job.markers))
-        if active.from_job is not None and is_gone and (past := past_step(job, active.only_step)):
-            self.fail(active, *past)
-            return
+    def _why_none(self, active: Round, job: Job, result: RecoveryPlan) -> Refusal | None:
+        """Return the refusal where no step is whole; None for a job that never committed anything (R19).
+
+        The planner calls every copy history; such a job starts again from nothing.
+        """
+        if active.from_job is not None:
+            if job.name not in self.state.jobs:
+                return unknown_job(self.state, job.name)
+            is_gone = not any(step.step == active.only_step for step in (*job.copies, *job.markers))
+            if is_gone and (past := past_step(job, active.only_step)):
+                return past
         if self.state.is_dropped(job):
-            self.fail(
-                active,
+            return (
                 "RecoveryError",
-                f"the steps of job {job.name!r} were dropped from RAM: "
-                f"{WHY_DROPPED}.\nStart over with connect(..., fresh=True), or "
-                f"forget it with `memstore rm {job.name}`",
+                f"the steps of job {job.name!r} were dropped from RAM: {WHY_DROPPED}.\n"
+                f"Start over with connect(..., fresh=True), or forget it with `memstore rm {job.name}`",
             )
-            return
-        if job.has_history or active.failed_steps or active.unread or active.from_job is not None:
-            lines = [f"step {r.step.step} (attempt {r.step.attempt}): {r.reason}" for r in result.rejected[:10]]
-            lines += [f"step {s.step} (attempt {s.attempt}): {why}" for s, why in active.failed_steps.items()]
-            lines += [f"durable storage could not be read: {active.unread}"] if active.unread else []
-            start_over = "" if active.from_job is not None else ", or start over with connect(..., fresh=True)"
-            self.fail(
-                active,
-                "RecoveryError",
-                f"job {job.name!r} has history but no whole step, neither in RAM nor on durable storage:\n  "
-                + "\n  ".join(lines or [result.why])
-                + f"\nBring the named hosts back and call get() again{_way_back(job)}{start_over}",
-            )
-            return
-        self._restore_nothing(now, active)
+        if not (job.has_history or active.failed_steps or active.unread or active.from_job is not None):
+            return None
+        lines = [f"step {r.step.step} (attempt {r.step.attempt}): {r.reason}" for r in result.rejected[:10]]
+        lines += [f"step {s.step} (attempt {s.attempt}): {why}" for s, why in active.failed_steps.items()]
+        lines += [f"durable storage could not be read: {active.unread}"] if active.unread else []
+        start_over = "" if active.from_job is not None else ", or start over with connect(..., fresh=True)"
+        return (
+            "RecoveryError",
+            f"job {job.name!r} has history but no whole step, neither in RAM nor on durable storage:\n  "
+            + "\n  ".join(lines or [result.why])
+            + f"\nBring the named hosts back and call get() again{_way_back(job)}{start_over}",
+        )
 
     def _restore_nothing(self, now: float, active: Round) -> None:
         active.enter(now, "deciding")
         self.journal.record(RestoreDecided(active.job, active.attempt, active.number, None, None, self.state.wall_s))
 
-    def _decide(self, now: float, active: Round, job: Job, attempt: Attempt, result: RecoveryPlan) -> None:
-        step = result.step
-        if step is None:
-            raise ValueError("a plan with a verdict has a step")
-        if result.world_size != attempt.world_size and not active.is_agreement:
-            ranks = plural(result.world_size or 0, "rank")
-            what = f"job {job.name!r}: step {step.step} was put by {ranks}, this attempt has {attempt.world_size}"
-            if active.from_job is not None:
-                self.fail(
-                    active,
-                    "WorldSizeError",
-                    f"{what}. Start {ranks}, or load what DCP saved with memstore.reader({job.name!r}).load(state, "
-                    f"{step.step}); get({step.step}, rank=r, from_job={job.name!r}) reads one",
-                )
-                return
-            self.fail(
-                active,
-                "WorldSizeError",
-                f"{what}. Start {ranks}, or dcp.load(state, storage_reader=store.dcp_reader()) what DCP saved. Ranks "
-                "that hold equal state (DDP): connect(shard_rank=0, shard_count=1), any number gets it; "
-                "get(step, rank=r) reads one",
-                is_end=not _share(attempt, job.attempts.get(step.attempt)),
-            )
+    def _decide(self, now: float, active: Round, job: Job, attempt: Attempt, step: StepId) -> None:
+        """Restore the planned step, unless it fits no rank here, or the training seems to die of it (R25)."""
+        if (refusal := _other_size(active, job, attempt)) is not None:
+            is_end = active.from_job is not None or not _share(attempt, job.attempts.get(step.attempt))
+            self.fail(active, "WorldSizeError", refusal, is_end=is_end)
             return
         if active.is_adopting and (why := same_number(attempt, step)):
-            return self.fail(active, "RecoveryError", why)
+            self.fail(active, "RecoveryError", why)
+            return
         if active.is_adopting and self._is_crash_looping(job, step):
             rules = self.state.rules
             reason = (
@@ -322,7 +308,7 @@ class Rounds:
             active.enter(now, "deciding")
             self._lease(active, step)
         else:
-            self._act(now, active, self.staging.start(now, active))
+            self._stage(now, active)
 
     def _lease(self, active: Round, step: StepId) -> None:
         """Keep another job's step while it is read, in room of its own; without any it is read all the same."""
@@ -337,7 +323,7 @@ class Rounds:
                 self.followers.let_go(active.source, active.lease)
                 return
             active.notes += [f"step {step.step} was not kept for this read: {why_not}"] if why_not else []
-            self._act(self.state.now, active, self.staging.start(self.state.now, active))
+            self._stage(self.state.now, active)
 
         def refuse(error: str, why: str) -> None:
             if is_current():
@@ -400,24 +386,161 @@ class Rounds:
             active.calls.answer_all(self.out, NothingStored(lost=job.put_in_vain(attempt)))
         else:
             active.is_decided = True
-            self._act(now, active, self.staging.go_on(now, active))
+            self._go_on(now, active)
 
     # -- staging ------------------------------------------------------------------------------
 
+    def _stage(self, now: float, active: Round) -> None:
+        """Order every host to bring its ranks' shards together and verify them."""
+        job, (result, step) = self.state.jobs[active.source], _planned(active)
+        needed = {str(t.source) for t in result.transfers if t.tier == "peer"}
+        needed |= set(active.staging_hosts.values()) if active.is_agreement else set()  # perhaps where no rank sits
+        if not all(self.state.hosts.is_live(host) for host in needed):
+            self.plan_again(now, active)
+            return
+        active.enter(now, "staging")
+        active.reads.clear()
+        active.staged.clear()
+        active.is_decided = not active.is_adopting
+        runs: dict[int, list[Run]] = {}
+        for t in result.transfers:
+            runs.setdefault(t.rank, []).append(Run(t.tier, t.source, t.first_chunk, t.chunks_count))
+        members = {} if active.is_agreement else self.state.jobs[active.job].attempts[active.attempt].members
+        readers = {rank: member.nonce for rank, member in members.items()}
+        durable = place_of(self._storage_config(active), job.markers.get(step))
+        for rank, staging_host in sorted(active.staging_hosts.items()):
+            number = self.reads.bring(
+                staging_host,
+                ShardId(job.name, step.attempt, step.step, rank),
+                result.specs[rank],
+                runs.get(rank, ()),
+                use="get",
+                job=active.job,
+                attempt=active.attempt,
+                durable=durable,
+                reader=readers.get(rank, ""),
+            )
+            active.reads[number] = rank
+        if active.is_adopting:  # the fact spreads while the bytes come
+            decided = RestoreDecided(
+                active.job, active.attempt, active.number, step.attempt, step.step, self.state.wall_s
+            )
+            self.journal.record(decided)
+
     def staged(self, now: float, report: Brought) -> None:
-        """Take a host's report on one rank's shard."""
+        """Take a host's report that it staged one rank's shard, or which chunks their sources lack (R25)."""
         active = next((each for each in self.state.rounds.values() if report.read in each.reads), None)
-        if active is not None:
-            self._act(now, active, self.staging.staged(now, active, report))
+        if active is None or active.phase != "staging":
+            return
+        rank = active.reads[report.read]
+        if report.refusal is not None:
+            self.fail(active, report.refusal[0], f"rank {rank}: {report.refusal[1]}")
+        elif report.problem is not None:
+            self._staging_failed(now, active, report, report.problem)
+        else:
+            active.staged[rank] = report.read
+            self._go_on(now, active)
+
+    def _staging_failed(self, now: float, active: Round, report: Brought, problem: str) -> None:
+        """Plan again without the chunks that their sources say they lack; anything else fails the get, never the step.
+
+        A broken connection, a deadline or a lack of room says nothing about the bytes (R25).
+        """
+        job, (_, step), rank = self.state.jobs[active.source], _planned(active), active.reads[report.read]
+        if not report.bad:
+            self.fail(
+                active,
+                "RecoveryError",
+                f"step {step.step} (attempt {step.attempt}) could not be brought to rank {rank} on host "
+                f"{active.staging_hosts[rank]}: {problem}. Nothing is known to be lost and no older step was "
+                "taken: call get() again once the cause is gone",
+            )
+            return
+        for source, chunks in report.bad.items():
+            copy = job.copies.get(step, {}).get(rank, {}).get(source)
+            if copy is None:
+                continue
+            missing = copy.missing | frozenset(chunks)
+            if len(missing) >= copy.spec.chunks_count:
+                job.drop_copy(copy.shard, source)
+            else:
+                job.add_copy(Copy(copy.shard, copy.spec, copy.host, missing))
+        active.notes.append(f"rank {rank}: {problem}")
+        if set(report.bad) == {"durable"}:  # the plan uses it only for chunks without another source
+            active.failed_steps[step] = problem
+        self.plan_again(now, active)
+
+    def _go_on(self, now: float, active: Round) -> None:
+        """Send every rank its shard and the slots of its bytes, once all are here and the decision is a fact.
+
+        No get() returns before all ranks have loaded. Ranks that agree on the step alone have nothing to load.
+        """
+        if active.phase != "staging" or not active.is_decided or len(active.staged) < len(active.staging_hosts):
+            return
+        if active.is_agreement and not active.then_loads:
+            self._adopt(now, active)
+        else:
+            self._answer(now, active)
+            active.enter(now, "loading")
+
+    def _answer(self, now: float, active: Round) -> RestoreReport:
+        """Send every rank the step, and its shard with the slots of its bytes unless all agreed on the step alone."""
+        result, step = _planned(active)
+        attempt = self.state.jobs[active.job].attempts[active.attempt]
+        for member in attempt.members.values():
+            member.last_active_s = now
+        if result.bytes_peer:
+            attempt.fetch_until_s = now + FETCH_S
+        report = active.report = self._report(now, active)
+        for rank, call in active.calls.items():
+            if active.is_agreement:
+                self.out.answer(call, StepAgreed(step=step.step, attempt=step.attempt, report=report))
+                continue
+            reply = ShardReady(
+                step=step.step,
+                attempt=step.attempt,
+                verdict=report.verdict,
+                why=report.why,
+                report=report,
+                read=active.staged[rank],
+            )
+            self.out.answer(call, reply)
+        return report
+
+    def _report(self, now: float, active: Round) -> RestoreReport:
+        job, (result, step) = self.state.jobs[active.job], _planned(active)
+        attempt = job.attempts[active.attempt]
+        before = job.attempts.get(attempt.parent) if attempt.parent is not None else None
+        trained_step = before.trained_step if before is not None else -1  # no copy may be left of it
+        trained_step = max((trained_step, *(s.step for s in (*job.copies, *job.commits))))
+        return RestoreReport(
+            round=active.number,
+            verdict=result.verdict,
+            why=result.why,
+            ranks_moved=tuple(result.ranks_moved),
+            moved_bytes=result.moved_bytes,
+            bytes=BytesByTier(local=result.bytes_local, peer=result.bytes_peer, durable=result.bytes_durable),
+            rejected=tuple(RejectedStep(r.step.attempt, r.step.step, r.reason) for r in result.rejected[:10]),
+            steps_lost=max(0, trained_step - step.step) if active.from_job is None else 0,
+            seconds=PhaseSeconds(gather=active.planned_s - active.since_s, transfer=now - active.planned_s),
+            notes=tuple(active.notes[:10]),
+        )
+
+    # -- loading ------------------------------------------------------------------------------
 
     def loaded(self, now: float, call: Call[ShardLoaded]) -> None:
         """Take a rank's word that its state has what it was sent, or why not; answered once all ranks have (R23)."""
         request, found = call.request, attempt_of(self.state, self.out, call)
         if found is None:
             return
-        attempt, active = found[1], self.state.rounds.get(request.job)
+        attempt, active, rank = found[1], self.state.rounds.get(request.job), request.rank
         if active is not None and active.number == request.round and active.report is not None:
-            self._act(now, active, self.staging.loaded(now, active, call))
+            active.loads[rank] = call
+            if request.problem is not None:
+                why = f"get() failed on rank {rank} while its state was loaded, so no rank goes on from this step"
+                self.fail(active, "RecoveryError", f"job {active.job!r}: {why}: {request.problem}")
+            elif len(active.loads) == len(active.calls) and active.phase == "loading":
+                self._adopt(now, active)
         elif attempt.failed_load is not None and attempt.failed_load[0] >= request.round:
             self.out.refuse(call, "RecoveryError", attempt.failed_load[1])
         elif attempt.is_released or not request.is_adopting:
@@ -425,37 +548,96 @@ class Rounds:
         else:
             self.out.answer(call, GetAgain())  # another controller sent the bytes, and no rank's get() has returned
 
-    def apply_released(self, now: float, fact: RestoreReleased, *, is_replay: bool) -> None:
-        """Let ranks go on: enough journals say that every rank has loaded, so no rank can get another step (R23)."""
-        job = self.state.jobs.get(fact.job)
-        if job is not None and fact.attempt in job.attempts:
-            job.attempts[fact.attempt].is_released = True
-        active = self.state.rounds.get(fact.job)
-        if not is_replay and active is not None and active.attempt == fact.attempt and active.phase == "releasing":
-            self._act(now, active, Released())
+    def _adopt(self, now: float, active: Round) -> None:
+        """Adopt the step that every rank has loaded as this attempt's own (R22)."""
+        job, (result, step) = self.state.jobs[active.job], _planned(active)
+        active.enter(now, "releasing")
+        attempt = job.attempts[active.attempt]
+        if active.from_job is not None and attempt.parent_step is None and not attempt.has_put:
+            self.journal.record(JobBranched(job.name, attempt.attempt_number, active.from_job, step.attempt, step.step))
+            return
+        if not active.is_adopting:
+            self._release(now, active)
+            return
+        if step not in job.commits:
+            ranks = range(len(result.specs))
+            digests = tuple(result.digests[r] for r in ranks)
+            hosts = tuple(tuple(sorted(job.copies.get(step, {}).get(r, {}))) for r in ranks)
+            fact = StepCommitted(
+                job.name,
+                step.attempt,
+                step.step,
+                len(ranks),
+                digests,
+                hosts,
+                attempt.level_asked,
+                True,
+                ADOPTED,
+                self.state.wall_s,
+            )
+            self.journal.record(fact)
+        self.journal.record(RestoreReleased(job.name, attempt.attempt_number))
 
-    def apply_branched(self, now: float, fact: JobBranched, *, is_replay: bool) -> None:
-        """Note the step of another job that an attempt begins with, and let its ranks go on (R32)."""
+    def apply_released(self, now: float, fact: RestoreReleased | JobBranched, *, is_replay: bool) -> None:
+        """Let ranks go on: enough journals say that every rank has loaded, so no rank can get another step (R23).
+
+        A job that begins with another one's step has that noted with the attempt (R32).
+        """
         job, active = self.state.jobs.get(fact.job), self.state.rounds.get(fact.job)
-        if job is not None and fact.attempt in job.attempts:
-            job.attempts[fact.attempt].branched = fact
+        attempt = job.attempts.get(fact.attempt) if job is not None else None
+        if attempt is not None and isinstance(fact, JobBranched):
+            attempt.branched = fact
+        elif attempt is not None:
+            attempt.is_released = True
         if not is_replay and active is not None and active.attempt == fact.attempt and active.phase == "releasing":
-            self._act(now, active, Released())
+            self._release(now, active)
 
-    def _act(self, now: float, active: Round, outcome: Outcome) -> None:
-        """Do what staging said is to become of a round."""
-        if isinstance(outcome, PlanAgain):
-            self.plan_again(now, active)
-        elif isinstance(outcome, Failed):
-            self.fail(active, outcome.error, outcome.message)
-        elif isinstance(outcome, Released):
-            del self.state.rounds[active.job]
-            self.staging.release(now, active)
-            self._let_go(active)
+    def _release(self, now: float, active: Round) -> None:
+        """Let every rank's get() return."""
+        del self.state.rounds[active.job]
+        job, step = self.state.jobs[active.job], _planned(active)[1]
+        attempt, report = job.attempts[active.attempt], active.report
+        if report is not None:
+            active.loads.answer_all(self.out, Noted())
+        else:  # they had nothing to load
+            report = self._answer(now, active)
+        for member in attempt.members.values():
+            member.last_active_s = now
+        if attempt.recovery is not None and active.is_adopting:
+            attempt.recovery.end_phase("rebuild", active.planned_s)
+            attempt.recovery.end_phase("get", now)
+        self.out.note(
+            "restore",
+            job=active.job,
+            attempt=active.attempt,
+            step=step.step,
+            verdict=report.verdict,
+            of_attempt=step.attempt,
+            of_job=active.source,
+            ranks=len(active.calls),
+            adopted=active.is_adopting,
+            bytes=report.bytes,
+            steps_lost=report.steps_lost,
+            seconds=report.seconds,
+            why=report.why,
+            not_used=[f"step {row.step} (attempt {row.attempt}): {row.reason}" for row in report.rejected],
+            notes=report.notes,
+        )
+        if active.is_adopting and not active.is_agreement:
+            self.room.grow(job, attempt)
+        self.repair.consider(now, self.state.jobs[active.source])
+        self._let_go(active)
 
     def _let_go(self, active: Round) -> None:
         if active.from_job is not None:
             self.followers.let_go(active.from_job, active.lease)
+
+    def _storage_config(self, active: Round) -> Mapping[str, Any]:
+        """Return the settings of the durable storage of the step: its job's, or of one unknown here the reader's."""
+        source = self.state.jobs.get(active.source)
+        if active.from_job is not None and source is not None and source.newest is not None:
+            return source.newest.config
+        return self.state.jobs[active.job].attempts[active.attempt].config
 
     # -- ends ---------------------------------------------------------------------------------
 
@@ -567,9 +749,16 @@ class Rounds:
                 self.plan_again(now, active)
 
 
-def _again(request: Get, step: StepId) -> ReadStep:
-    """Return the read by which a rank whose answer was lost has its shard of the step."""
-    return ReadStep(job=request.source, step=step.step, of_attempt=step.attempt, rank=request.rank)
+def _parent(attempt: Attempt) -> StepId | None:
+    """Return the step that an attempt goes on from."""
+    return StepId(attempt.parent, attempt.parent_step) if attempt.parent and attempt.parent_step is not None else None
+
+
+def _planned(active: Round) -> tuple[RecoveryPlan, StepId]:
+    """Return the plan of a round that has decided, and its step."""
+    if active.plan is None or active.plan.step is None:
+        raise ValueError(f"round {active.number} of job {active.job!r} is {active.phase} without a plan")
+    return active.plan, active.plan.step
 
 
 def _asked(step: int | None, from_job: str | None, is_agreement: bool) -> str:
@@ -589,6 +778,25 @@ def _no_step(active: Round, number: int, job: Job, known: Collection[StepId]) ->
 def _way_back(job: Job) -> str:
     """Return how a retired step that is not torn can be restored after all (R25)."""
     return f", run `memstore verify {job.name}` to lift what is retired" if job.retired.keys() - job.torn else ""
+
+
+def _other_size(active: Round, job: Job, attempt: Attempt) -> str | None:
+    """Return why the planned step fits no rank here; None if it was put by as many."""
+    result, step = _planned(active)
+    if result.world_size == attempt.world_size or active.is_agreement:
+        return None
+    ranks = plural(result.world_size or 0, "rank")
+    what = f"job {job.name!r}: step {step.step} was put by {ranks}, this attempt has {attempt.world_size}"
+    if active.from_job is not None:
+        return (
+            f"{what}. Start {ranks}, or load what DCP saved with memstore.reader({job.name!r}).load(state, "
+            f"{step.step}); get({step.step}, rank=r, from_job={job.name!r}) reads one"
+        )
+    return (
+        f"{what}. Start {ranks}, or dcp.load(state, storage_reader=store.dcp_reader()) what DCP saved. Ranks "
+        "that hold equal state (DDP): connect(shard_rank=0, shard_count=1), any number gets it; "
+        "get(step, rank=r) reads one"
+    )
 
 
 def _share(attempt: Attempt, other: Attempt | None) -> bool:

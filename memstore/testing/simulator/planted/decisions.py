@@ -21,7 +21,6 @@ from memstore.core.journal.fact_log import FactLog
 from memstore.core.journal.replication import Journal
 from memstore.core.repair.repair import Repair
 from memstore.core.restore import rounds
-from memstore.core.restore.staging import Staging
 from memstore.core.targets import targets
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.calls import ShardLoaded
@@ -236,8 +235,8 @@ def older_step_restored(real: Any, inventory: Any, *args: Any, **kwargs: Any) ->
     return found if found.step is not None else plan(inventory, *args, **kwargs)
 
 
-@planted("steps-mixed", "R23", "I3 I2", Fault(5.0, "kill-rank"), keep_steps=2, at=(Staging, "start"))
-def steps_mixed(real: Any, self: Staging, now: float, active: Any) -> None:
+@planted("steps-mixed", "R23", "I3 I2", Fault(5.0, "kill-rank"), keep_steps=2, at=(rounds.Rounds, "_stage"))
+def steps_mixed(real: Any, self: rounds.Rounds, now: float, active: Any) -> None:
     """Rank 0 is given an older step than the others."""
     first = len(self.out.actions)
     real(self, now, active)
@@ -353,12 +352,12 @@ ROWS = (
 LOAD_FAILS = Fault(4.0, "load-fails", rank=1)
 
 
-@planted("adopts-before-loaded", "R23", "R23", LOAD_FAILS, at=(Staging, "_answer"))
-def adopts_before_loaded(real: Any, self: Staging, now: float, active: Round) -> Any:
+@planted("adopts-before-loaded", "R23", "R23", LOAD_FAILS, at=(rounds.Rounds, "_answer"))
+def adopts_before_loaded(real: Any, self: rounds.Rounds, now: float, active: Round) -> Any:
     """A step counts as adopted when its bytes are handed out, not when every rank has loaded them."""
-    outcome = real(self, now, active)
+    report = real(self, now, active)
     self.state.jobs[active.job].attempts[active.attempt].is_released = True
-    return outcome
+    return report
 
 
 @planted("get-returns-alone", "R23", "R23", LOAD_FAILS, at=(rounds.Rounds, "loaded"))

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from memstore.core.attempts.join import Attempts
 from memstore.core.holder.puts import equal_ranks, seal
 from memstore.core.holder.puts.shared_shards import HolderSharedShards
+from memstore.core.restore.rounds import Rounds
 from memstore.core.restore.single_read import SingleReads
-from memstore.core.restore.staging import Staging
 from memstore.core.targets import shared_shards as core_shared_shards
 from memstore.core.targets.shared_shards import SharedShards
 from memstore.core.wire.calls import ReadStep
@@ -77,12 +77,12 @@ def shared_part_of_another_step(real: Any, self: SingleReads, call: Any, asked: 
     RESTART,
     Fault(7.0, "kill-rank"),
     Fault(9.0, "kill-rank"),
-    at=(Staging, "staged"),
+    at=(Rounds, "staged"),
     **HYBRID,
 )
-def another_shard_restored(real: Any, self: Staging, now: float, active: Any, report: Any) -> Any:
+def another_shard_restored(real: Any, self: Rounds, now: float, report: Any) -> Any:
     """A round goes on although a rank refuses the shard that was staged for it."""
-    return real(self, now, active, replace(report, refusal=None))
+    return real(self, now, replace(report, refusal=None))
 
 
 @planted("writers-wait-for-one-another", "R34", "R34", **DDP)
