@@ -97,9 +97,6 @@ class StreamingSource(PushSource, Protocol):
     def is_settled(self) -> bool:
         """Return whether it is stored, or never will be."""
 
-    def extend(self, slots: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Name the next chunks, whose digests are known."""
-
     def fail(self, why: str) -> None:
         """Note that it will not be stored: its pushes end."""
 
@@ -266,8 +263,10 @@ class HolderIo(Protocol):
     async def compare_sample(self, slots: Sequence[int], nbytes: int, seen: SlotSample) -> list[int]:
         """Compare a rank's sample with its slots; return the chunks that differ. IntegrityError if there is none."""
 
-    async def open_fresh(self, shard: ShardId, slots: Sequence[int], sizes: Sequence[int]) -> StreamingSource:
-        """Return the source of a shard that is about to be digested."""
+    async def open_fresh(
+        self, shard: ShardId, slots: Sequence[int], sizes: Sequence[int], digests: Sequence[bytes] | None
+    ) -> StreamingSource:
+        """Return the source of a shard that is about to be digested, or whose digests came with it."""
 
     async def release_sends(self, shard: ShardId) -> None:
         """Hold back no longer, for a collective, what is still sent of the rank's older puts."""

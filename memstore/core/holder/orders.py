@@ -149,7 +149,7 @@ def obey(io: HolderIo, state: HolderState, order: Order) -> Coroutine[Any, Any, 
         case HostNews():
             io.start(ROOM, keep_shares, state, order.jobs)
         case Fence():
-            seal.open_fence(state, order.job, order.attempt)
+            state.fences.open(order.job, order.attempt)
             io.start(Lane("fence"), seal.fence, state, order.job, order.attempt, order.members)
         case PushTargets():
             state.shared_shards.declare(order)

@@ -452,9 +452,11 @@ class BlockingIo:
         with self._released():
             return differing(self.replicas.arena.mapping, slots, nbytes, seen)
 
-    async def open_fresh(self, shard: ShardId, slots: Sequence[int], sizes: Sequence[int]) -> StreamingSource:
+    async def open_fresh(
+        self, shard: ShardId, slots: Sequence[int], sizes: Sequence[int], digests: Sequence[bytes] | None
+    ) -> StreamingSource:
         """As in HolderIo."""
-        return StreamingReplica(self.replicas, shard, slots, sizes)
+        return StreamingReplica(self.replicas, shard, slots, sizes, digests)
 
     async def release_sends(self, shard: ShardId) -> None:
         """As in HolderIo."""

@@ -61,17 +61,23 @@ class SealedReplica:
 class StreamingReplica:
     """A shard that this host is digesting now, or whose digests come with its chunks.
 
-    The sealing thread calls add, seal and fail, and the thread that a rank's parts come on calls extend; pushes call
-    the rest.
+    The sealing thread calls add, seal and fail; pushes call the rest.
     """
 
     digest = ""  # not known before the last chunk is digested
 
-    def __init__(self, replicas: Store, shard: ShardId, slots: Sequence[int], sizes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        replicas: Store,
+        shard: ShardId,
+        slots: Sequence[int],
+        sizes: Sequence[int],
+        digests: Sequence[bytes] | None = None,
+    ) -> None:
         self.replicas, self.shard = replicas, shard
-        self.slots, self.sizes = list(slots), list(sizes)
+        self.slots, self.sizes = slots, sizes
         self._changed = threading.Condition()
-        self._known: list[bytes] = []
+        self._known = list(digests or ())
         self._replica: StoredReplica | None = None
         self._readers = 0  # pushes that have begun and not ended
         self._pins: list[int] = []
@@ -81,13 +87,6 @@ class StreamingReplica:
         """Note that the next chunk is digested."""
         with self._changed:
             self._known.append(digest)
-            self._changed.notify_all()
-
-    def extend(self, slots: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Name the next chunks, whose digests came with them."""
-        with self._changed:
-            self.slots += slots
-            self._known += digests
             self._changed.notify_all()
 
     def seal(self, replica: StoredReplica) -> None:

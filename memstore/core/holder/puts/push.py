@@ -110,7 +110,9 @@ async def _copied(io: HolderIo, state: HolderState, push: Push) -> tuple[str, bo
         except PeerRefused as exc:
             why, is_final = str(exc), bool(getattr(exc, "is_final", False))
         except TransportError as exc:
-            why, is_final = f"cannot reach {push.target}: {exc}", _is_given_up(state, push.target)
+            why, since_s = f"cannot reach {push.target}: {exc}", state.pushes.silent_since_s.get(push.target)
+            # Given up once it has been out of our reach for as long as a silent host takes to be dead (R28).
+            is_final = since_s is not None and state.now() - since_s > state.limits.dead_after_s
         finally:
             source.release()
         if is_final or state.now() > deadline_s:
@@ -133,7 +135,8 @@ async def send(io: HolderIo, state: HolderState, push: Push, source: PushSource,
     try:
         if push.target in silent_since_s:
             await io.call_peer(peer, Ping(), limit_s=state.limits.suspect_after_s)
-        await _offer(io, state, push, peer, source, attempt)
+        reply = await _offer(io, state, push, peer, source, attempt)
+        await _send_and_seal(io, state, push, peer, source, reply)
     except PeerRefused:
         silent_since_s.pop(push.target, None)
         raise
@@ -143,18 +146,17 @@ async def send(io: HolderIo, state: HolderState, push: Push, source: PushSource,
     silent_since_s.pop(push.target, None)
 
 
-def _is_given_up(state: HolderState, target: str) -> bool:
-    """Say whether a target has been out of our reach for as long as a silent host takes to be dead (R28)."""
-    since_s = state.pushes.silent_since_s.get(target)
-    return since_s is not None and state.now() - since_s > state.limits.dead_after_s
-
-
-async def _offer(io: HolderIo, state: HolderState, push: Push, peer: Peer, source: PushSource, attempt: int) -> None:
-    """Offer the shard, and send it unless the peer has it; what was begun there is aborted if that fails."""
-    shard, sender = WireShard.of(push.shard), state.host_id
-    wanted: Sequence[int] = range(len(source.sizes))
+async def _offer(
+    io: HolderIo, state: HolderState, push: Push, peer: Peer, source: PushSource, attempt: int
+) -> Done | HasCopy | ChunksLacking:
+    """Offer the shard to a peer, a small one with all of its chunks; return what the peer has of it. PeerRefused."""
+    shard, sender, count = WireShard.of(push.shard), state.host_id, len(source.sizes)
     reply: Done | HasCopy | ChunksLacking | Refused
-    if sum(source.sizes) <= state.limits.whole_bytes:
+    if sum(source.sizes) > state.limits.whole_bytes:
+        digest = source.digest or None
+        offer = Offer(shard=shard, digest=digest, attempt=attempt, sender=sender, chunks_count=count)
+        reply = await io.call_peer(peer, offer)
+    else:
         manifest = await _manifest(io, state, source)
         whole = WholeShard(shard=shard, sender=sender, attempt=attempt, manifest=manifest)
         try:
@@ -162,23 +164,9 @@ async def _offer(io: HolderIo, state: HolderState, push: Push, peer: Peer, sourc
         except MemstoreError:
             await _abort(io, state, push, peer)
             raise
-    else:
-        offer = Offer(
-            shard=shard, digest=source.digest or None, attempt=attempt, sender=sender, chunks_count=len(wanted)
-        )
-        reply = await io.call_peer(peer, offer)
     if isinstance(reply, Refused):
         raise PeerRefused(reply.why, is_final=reply.is_final)
-    if isinstance(reply, HasCopy):
-        return
-    try:
-        lacking = _lacking(push, source, reply)
-        if isinstance(reply, ChunksLacking):  # they were sent with the request
-            await _verify(io, state, source, lacking)
-        await _send_and_seal(io, state, push, peer, source, lacking)
-    except MemstoreError:
-        await _abort(io, state, push, peer)
-        raise
+    return reply
 
 
 async def _abort(io: HolderIo, state: HolderState, push: Push, peer: Peer) -> None:
@@ -188,21 +176,40 @@ async def _abort(io: HolderIo, state: HolderState, push: Push, peer: Peer) -> No
 
 
 async def _send_and_seal(
-    io: HolderIo, state: HolderState, push: Push, peer: Peer, source: PushSource, wanted: Sequence[int]
+    io: HolderIo,
+    state: HolderState,
+    push: Push,
+    peer: Peer,
+    source: PushSource,
+    reply: Done | HasCopy | ChunksLacking | Refused,
 ) -> None:
-    """Send every chunk that the peer lacks, then the manifest; send again what arrived damaged and is good here."""
-    for _ in range(SEAL_ROUNDS_MAX):
-        await io.send_chunks(peer, source, wanted, is_repair=push.is_repair)
-        manifest = await _manifest(io, state, source)
-        seal = Seal(shard=WireShard.of(push.shard), sender=state.host_id, manifest=manifest)
-        reply = await io.call_peer(peer, seal)
-        if isinstance(reply, Refused):
-            raise PeerRefused(reply.why, is_final=reply.is_final)
-        if isinstance(reply, HasCopy):
-            return
-        wanted = _lacking(push, source, reply)
-        await _verify(io, state, source, wanted)
-    raise PeerRefused(f"{len(wanted)} chunks arrived damaged or found no room {SEAL_ROUNDS_MAX} times", is_final=True)
+    """Send every chunk that the peer lacks, then the manifest; send again what arrived damaged and is good here.
+
+    What was begun at the peer is aborted if that fails.
+    """
+    every, rounds = range(len(source.sizes)), 0
+    try:
+        while not isinstance(reply, HasCopy):
+            if isinstance(reply, Refused):
+                raise PeerRefused(reply.why, is_final=reply.is_final)
+            wanted: Sequence[int] = every
+            if isinstance(reply, ChunksLacking):  # although they were sent
+                wanted = reply.chunks
+                if not set(wanted).issubset(every):
+                    why = f"host {push.target} lacks chunks {wanted[:64]}, which the shard does not have"
+                    raise ProtocolError(why)
+                await _verify(io, state, source, wanted)
+            if rounds == SEAL_ROUNDS_MAX:
+                why = f"{len(wanted)} chunks arrived damaged or found no room {SEAL_ROUNDS_MAX} times"
+                raise PeerRefused(why, is_final=True)
+            rounds += 1
+            await io.send_chunks(peer, source, wanted, is_repair=push.is_repair)
+            manifest = await _manifest(io, state, source)
+            seal = Seal(shard=WireShard.of(push.shard), sender=state.host_id, manifest=manifest)
+            reply = await io.call_peer(peer, seal)
+    except MemstoreError:
+        await _abort(io, state, push, peer)
+        raise
 
 
 async def _verify(io: HolderIo, state: HolderState, source: PushSource, wanted: Sequence[int]) -> None:
@@ -218,15 +225,6 @@ async def _verify(io: HolderIo, state: HolderState, source: PushSource, wanted: 
             "changed after they were copied, or were digested wrongly",
             shard=str(source.shard),
         )
-
-
-def _lacking(push: Push, source: PushSource, reply: Done | ChunksLacking) -> Sequence[int]:
-    """Return the chunks that a peer lacks, or may lack; ProtocolError if it names some that the shard does not have."""
-    every = range(len(source.sizes))
-    wanted = reply.chunks if isinstance(reply, ChunksLacking) else every
-    if not set(wanted).issubset(every):
-        raise ProtocolError(f"host {push.target} lacks chunks {wanted[:64]}, which the shard does not have")
-    return wanted
 
 
 async def _manifest(io: HolderIo, state: HolderState, source: PushSource) -> bytes:

@@ -16,7 +16,7 @@ from collections.abc import Collection
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.format.manifest import DIGEST_BYTES, chunk_sizes, split_digests
 from memstore.core.holder import ranks
-from memstore.core.holder.holder_io import HolderIo, Link, StreamingSource
+from memstore.core.holder.holder_io import HolderIo, Link
 from memstore.core.holder.inventory import answer_fence, report_copy
 from memstore.core.holder.puts import equal_ranks, push
 from memstore.core.holder.state import HolderState, SubmittedPut
@@ -79,15 +79,18 @@ async def _seal(io: HolderIo, state: HolderState, put: SubmittedPut, shard: Shar
         return ""  # the new link brings it again
     sealing.add(shard)
     try:
-        known, has_targets, why = await _stored(io, state, put, shard)
+        found = await _stored(io, state, put, shard)
     finally:
         sealing.discard(shard)
-    if known is None:
-        return why
-    before = state.shared_shards.put_sealed(known, shared_count(put.ready))
+    if isinstance(found, str):
+        return found
+    (known, has_targets), ready = found, put.ready
+    before = state.shared_shards.put_sealed(known, shared_count(ready))
     sealed = StepLevel(job=shard.job, attempt=shard.attempt, step=shard.step, level="sealed", digest=known.spec.digest)
     await ranks.send_level(io, state, put.link, sealed)
-    report_copy(state, known, _measured(put.ready, state.now(), before))
+    now, began_s = state.now(), ready.terms.began_s  # monotonic: the rank's clock is this host's
+    age_s = now - began_s if 0.0 < began_s <= now else ready.stall_s
+    report_copy(state, known, PutTimes(stall_s=ready.stall_s, age_s=age_s, unchanged_since=before))
     await equal_ranks.compare(io, state, shard)
     if not has_targets:
         await ranks.send_replicated(io, state, shard)
@@ -97,8 +100,8 @@ async def _seal(io: HolderIo, state: HolderState, put: SubmittedPut, shard: Shar
 
 async def _stored(
     io: HolderIo, state: HolderState, put: SubmittedPut, shard: ShardId
-) -> tuple[StoredReplica | None, bool, str]:
-    """Return the stored replica and whether copies of it are to come; or None and the reason."""
+) -> tuple[StoredReplica, bool] | str:
+    """Return the stored replica and whether copies of it are to come; or the reason why there is none."""
     ready, store, link = put.ready, state.store, put.link
     # The whole message is checked before a slot changes its owner; list lengths are checked, not taken from the rank.
     slots = ready.slots
@@ -109,26 +112,15 @@ async def _stored(
     is_lost = ready.is_lost or ready.arena != store.arena_identity
     known, is_mine = store.take_over(shard, link.owner, None if is_lost else slots)
     is_old = shard.attempt < put.fence
-    is_refused = known is None and (is_old or not is_mine)
-    if is_mine and (known is not None or is_refused):
+    if known is None and is_mine and not is_old:
+        return await _fresh(io, state, shard, ready)
+    if is_mine:
         store.give_back(slots)
-    if is_refused:
-        return (
-            None,
-            False,
-            (
-                f"attempt {put.fence} was opened"
-                if is_old
-                else "the rank no longer had the lease of these slots (has this host's holder restarted?)"
-            ),
-        )
     if known is not None:
-        return known, (await push.replicate(io, state, shard, known.spec.digest)), ""
-    why = await _not_seen(io, state, shard, ready)
-    if why:
-        store.give_back(slots)
-        return None, False, why
-    return *(await _fresh(io, state, shard, put)), ""
+        return known, await push.replicate(io, state, shard, known.spec.digest)
+    if is_old:
+        return f"attempt {put.fence} was opened"
+    return "the rank no longer had the lease of these slots (has this host's holder restarted?)"
 
 
 async def _not_seen(io: HolderIo, state: HolderState, shard: ShardId, ready: PutReady) -> str:
@@ -148,37 +140,27 @@ async def _not_seen(io: HolderIo, state: HolderState, shard: ShardId, ready: Put
     return why
 
 
-async def _fresh(io: HolderIo, state: HolderState, shard: ShardId, put: SubmittedPut) -> tuple[StoredReplica, bool]:
+async def _fresh(io: HolderIo, state: HolderState, shard: ShardId, ready: PutReady) -> tuple[StoredReplica, bool] | str:
     """Digest, store, and push meanwhile: the first chunks are on the wire before the last are digested.
 
     The rank's own digests are not compared with the slots here: that would be the pass that they save. A target digests
     what it is sent, so a step whose slots are not what was copied gets no second copy.
     """
-    try:
-        source, has_targets = await _pushed(io, state, put, shard)
-    except BaseException:
-        state.store.give_back(put.ready.slots)
-        raise
-    try:
-        stored = await io.digest_and_store(shard, put.ready, source)
-    except BaseException as exc:
-        source.fail(f"{type(exc).__name__}: {exc}")
-        raise
-    return stored, has_targets
-
-
-async def _pushed(io: HolderIo, state: HolderState, put: SubmittedPut, shard: ShardId) -> tuple[StreamingSource, bool]:
-    """Begin the pushes of a put; return their source, and whether there are any."""
-    ready = put.ready
-    given = given_digests(ready)
+    if why := await _not_seen(io, state, shard, ready):
+        state.store.give_back(ready.slots)
+        return why
     sizes = chunk_sizes(ready.nbytes, state.store.chunk_bytes)
-    source = await io.open_fresh(shard, ready.slots if given is None else (), sizes)
-    if given is not None:
-        source.extend(ready.slots, given)
+    source = await io.open_fresh(shard, ready.slots, sizes, given_digests(ready))
     try:
-        return source, (await push.replicate(io, state, shard, "", source))
+        has_targets = await push.replicate(io, state, shard, "", source)
     except BaseException as exc:
         source.fail(repr(exc))
+        state.store.give_back(ready.slots)
+        raise
+    try:
+        return await io.digest_and_store(shard, ready, source), has_targets
+    except BaseException as exc:
+        source.fail(f"{type(exc).__name__}: {exc}")
         raise
 
 
@@ -202,22 +184,7 @@ def given_digests(ready: PutReady) -> list[bytes] | None:
     return split_digests(ready.digests)
 
 
-def _measured(ready: PutReady, now: float, before: int | None) -> PutTimes:
-    """Return the times of a put for the report of its seal: the seconds for which it blocked, and since it began.
-
-    The rank's monotonic clock is this host's, so its age needs no agreement between machines.
-    """
-    is_known = 0.0 < ready.terms.began_s <= now
-    age_s = now - ready.terms.began_s if is_known else ready.stall_s
-    return PutTimes(stall_s=ready.stall_s, age_s=age_s, unchanged_since=before)
-
-
 # -- fences -------------------------------------------------------------------------------------------
-
-
-def open_fence(state: HolderState, job: str, attempt: int) -> None:
-    """Refuse from now on what older attempts submit and what peers offer of them."""
-    state.fences.open(job, attempt)
 
 
 async def fence(io: HolderIo, state: HolderState, job: str, attempt: int, members: Collection[str]) -> None:

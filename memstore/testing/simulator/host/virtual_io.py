@@ -381,9 +381,11 @@ class VirtualIo:
         here = b"".join(bytes(self.replicas.arena.view(number)) for number in slots)
         return [] if here == seen.digests else [0]
 
-    async def open_fresh(self, shard: ShardId, slots: Sequence[int], sizes: Sequence[int]) -> StreamingReplica:
+    async def open_fresh(
+        self, shard: ShardId, slots: Sequence[int], sizes: Sequence[int], digests: Sequence[bytes] | None
+    ) -> StreamingReplica:
         """As in HolderIo."""
-        return StreamingReplica(self.replicas, shard, slots, sizes)
+        return StreamingReplica(self.replicas, shard, slots, sizes, digests)
 
     async def release_sends(self, shard: ShardId) -> None:
         """As in HolderIo: nothing is held back here."""

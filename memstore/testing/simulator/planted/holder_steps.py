@@ -12,7 +12,7 @@ from memstore.core.arena.replica_store import ReplicaStore, Store
 from memstore.core.history import job_removal
 from memstore.core.holder import ranks, succession
 from memstore.core.holder.puts import seal
-from memstore.core.holder.sessions import Sessions
+from memstore.core.holder.sessions import JobFences, Sessions
 from memstore.core.holder.state import HolderState, SubmittedPut
 from memstore.core.wire.orders import StepLevel
 from memstore.testing.faults.catalogue import Fault
@@ -68,7 +68,7 @@ def late_hello_taken() -> Any:
 @contextmanager
 def fence_not_kept() -> Iterator[None]:
     """A holder answers a fence and goes on as before."""
-    with patch.object(seal, "open_fence", lambda state, job, attempt: None), UNNOTIFIED:
+    with patch.object(JobFences, "open", lambda self, job, attempt: None), UNNOTIFIED:
         yield
 
 

@@ -48,14 +48,10 @@ class Fresh:
     """The shard while it is digested."""
 
     why: str = ""
-    slots: list[int] = field(default_factory=list)
     pushes: int = 0
 
     def begin(self) -> None:
         self.pushes += 1
-
-    def extend(self, slots: Any, digests: Any) -> None:
-        self.slots += slots
 
     def fail(self, why: str) -> None:
         self.why = why
@@ -176,7 +172,7 @@ def test_a_submitted_put_that_came_before_a_fence_is_finished_under_it() -> None
     """Its stamp is the fence of the moment at which it came (R21)."""
     host = Host()
     put = host.add()
-    seal.open_fence(host.state, "job", 2)
+    host.state.fences.open("job", 2)
     host.seal(put)
     assert host.reported == [SHARD]
 
@@ -184,7 +180,7 @@ def test_a_submitted_put_that_came_before_a_fence_is_finished_under_it() -> None
 def test_a_submitted_put_that_comes_after_a_fence_is_refused_and_its_slots_are_free() -> None:
     """The rank of a fenced attempt gets the reason (R21)."""
     host = Host()
-    seal.open_fence(host.state, "job", 2)
+    host.state.fences.open("job", 2)
     host.seal()
     assert (host.freed, host.why_given_up) == ([4, 5], ("attempt 2 was opened", True))
 
@@ -238,7 +234,7 @@ def test_digests_that_a_put_brings_are_one_for_each_chunk() -> None:
     host = Host()
     host.seal(digests=b"a" * 16 + b"b" * 16)
     [(_, ready, _)] = host.of("digest_and_store")
-    assert host.fresh.slots == [4, 5]
+    assert [given[1:] for given in host.of("open_fresh")] == [[(4, 5), [8, 8], [b"a" * 16, b"b" * 16]]]
     assert seal.given_digests(ready) == [b"a" * 16, b"b" * 16]
     with pytest.raises(MemstoreError, match="2 chunks came with 31 bytes of digests"):
         seal.given_digests(msgspec.structs.replace(ready, digests=bytes(31)))
