@@ -84,28 +84,24 @@ def open_shard(read: ShardRead, into: Any, *, rank_state_into: Any = None, timeo
             state given as `into` or `rank_state_into` is unusable then, and the message says so.
     """
     with read:
-        return _opened(read, into, rank_state_into, timeout_s)
-
-
-def _opened(read: ShardRead, into: Any, rank_state_into: Any, timeout_s: float) -> Checkpoint:
-    staged, others = OpenShard(read, read.manifest()), reader_of(read.link, read.manifest(), timeout_s)
-    started_s, rank_state = time.perf_counter(), None
-    layout = SharedShardLayout.decode(staged.manifest)
-    with staged.naming_partial_writes():
-        if layout is not None:
-            state, rank_state = load_shared_shard(staged, layout, others, into, rank_state_into)
-        else:
-            check_shard(staged.manifest, None, rank_state_into)
-            state = staged.build(staged.manifest.layout, into)
-        answer = read.answer()
-    if isinstance(state, dict) and DCP_KEY in state:
-        job = staged.manifest.shard.job
-        source = "store" if job == read.link.job else f"memstore.reader({job!r})"
-        raise ManifestMismatch(
-            f"step {staged.manifest.shard.step} was saved through torch.distributed.checkpoint: load it with "
-            f"dcp.load(state, storage_reader={source}.dcp_reader())"
-        )
-    return checkpoint(staged, answer, state, rank_state, time.perf_counter() - started_s)
+        staged, others = OpenShard(read, read.manifest()), reader_of(read.link, read.manifest(), timeout_s)
+        started_s, rank_state = time.perf_counter(), None
+        layout = SharedShardLayout.decode(staged.manifest)
+        with staged.naming_partial_writes():
+            if layout is not None:
+                state, rank_state = load_shared_shard(staged, layout, others, into, rank_state_into)
+            else:
+                check_shard(staged.manifest, None, rank_state_into)
+                state = staged.build(staged.manifest.layout, into)
+            answer = read.answer()
+        if isinstance(state, dict) and DCP_KEY in state:
+            job = staged.manifest.shard.job
+            source = "store" if job == read.link.job else f"memstore.reader({job!r})"
+            raise ManifestMismatch(
+                f"step {staged.manifest.shard.step} was saved through torch.distributed.checkpoint: load it with "
+                f"dcp.load(state, storage_reader={source}.dcp_reader())"
+            )
+        return checkpoint(staged, answer, state, rank_state, time.perf_counter() - started_s)
 
 
 def checkpoint(

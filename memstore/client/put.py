@@ -87,16 +87,13 @@ class Put(Tenant):
                     self._terms,
                     layout=layout,
                     nbytes=nbytes,
-                    stall_s=self.stall_s(),
+                    stall_s=self.ticket.stall_s
+                    or time.monotonic() - self.ticket.began_s,  # the copy may have ended before
                     digests=None if digests is None else b"".join(digests),
                 )
             finally:
                 if self.state is OPEN:
                     self.state = OVER
-
-    def stall_s(self) -> float:
-        """Return how long training was blocked: until now, unless the copy ended before."""
-        return self.ticket.stall_s or time.monotonic() - self.ticket.began_s
 
     def fail(self, why: str) -> None:
         """Give everything back, and the step up on all ranks (R12)."""

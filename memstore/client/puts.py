@@ -83,6 +83,7 @@ class Puts:
 
     # -- puts ---------------------------------------------------------------------------------
 
+    @copying()  # until it has let go of its plan
     def put(
         self,
         step: int,
@@ -92,12 +93,6 @@ class Puts:
         rank_state: Any = None,
     ) -> Ticket:
         """Do what `Store.put` promises."""
-        with copying():  # until `_put` has let go of its plan
-            return self._put(step, state, timeout_s, overlap, rank_state)
-
-    def _put(
-        self, step: int, state: Any, timeout_s: float | None, overlap: bool | Iterable[torch.Tensor], rank_state: Any
-    ) -> Ticket:
         began_s = time.monotonic()
         ticket = self.steps.same(step)
         if ticket is not None:
@@ -223,22 +218,20 @@ class Puts:
         if not ticket.is_over and (why := self.room.reserve(count, growth_s)):
             self.steps.skip(ticket, why)
         if not ticket.is_over:
-            self._take_slots(put, count, self.config.stall_budget_s if timeout_s is None else timeout_s)
+            budget_s = self.config.stall_budget_s if timeout_s is None else timeout_s
+            is_taken = put.extend(count, 0.0)
+            if not is_taken:
+                # Slots are freed by commits: let the holder stop holding copies back.
+                self.link.notify(PutWaiting(step=put.step))
+                is_taken = put.extend(count, budget_s) or (self._give_up_open() and put.extend(count, budget_s))
+            if self.link.fenced:
+                raise self.link.fenced_error()
+            if not is_taken:
+                why = f"no free slots within {budget_s:g} s: {self.steps.slots_are_held_by(put.step)}"
+                self.steps.skip(ticket, why)
         if ticket.is_over:
             put.state = OVER
         self._open = [*(other for other in self._open if other.is_open), put]
-
-    def _take_slots(self, put: Put, count: int, budget_s: float) -> None:
-        is_taken = put.extend(count, 0.0)
-        if not is_taken:
-            # Slots are freed by commits: let the holder stop holding copies back.
-            self.link.notify(PutWaiting(step=put.step))
-            is_taken = put.extend(count, budget_s) or (self._give_up_open() and put.extend(count, budget_s))
-        if self.link.fenced:
-            raise self.link.fenced_error()
-        if not is_taken:
-            why = f"no free slots within {budget_s:g} s: {self.steps.slots_are_held_by(put.step)}"
-            self.steps.skip(put.ticket, why)
 
     def _give_up_open(self) -> bool:
         """Give up puts that an adapter began and never submitted, such as of a save that failed elsewhere."""

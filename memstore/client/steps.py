@@ -13,6 +13,7 @@ from memstore.client.ticket import CATCHING_UP, TERMINAL, UNCOMMITTED, SkippedPu
 from memstore.core.schedule.put_interval import Schedule
 from memstore.core.wire.calls import RetireStep, SkipStep
 from memstore.core.wire.orders import StepLevel
+from memstore.core.wire.rank_messages import StepTrained
 from memstore.core.wire.replies import Joined
 from memstore.errors import CommitError, StepConflict
 from memstore.intervals import parse_put_every
@@ -25,6 +26,7 @@ STEPS_GROW = (
     "Steps must strictly increase through the whole run: where a counter begins again in each epoch, put "
     "step + epoch * steps_per_epoch; to go back use store.rewind(step)"
 )
+SAY_S = 1.0  # between two words of what is trained
 COMMIT_S = 10.0  # for a commit that a caller waits for
 
 
@@ -37,6 +39,7 @@ class Steps:
         self._tickets: dict[int, Ticket] = {}
         self._skipped = SkippedPuts(link)
         self._skipping: Future[Any] | None = None
+        self._trained, self._said_s = (-1, -1), -SAY_S  # attempt and step that the holder was told last, and when
         self.resume_step = 0  # no older one is put
         self.last = self._floor = -1
 
@@ -56,6 +59,7 @@ class Steps:
 
     def due(self, step: int, budget_s: float) -> bool:
         """Do what `Store.should_put` promises. See `core/schedule/put_interval.py`."""
+        self.trained(step)
         until_s = time.monotonic() + budget_s
         while not self._is_late and (put := self._schedule.awaited(step, self._uncommitted())) is not None:
             try:
@@ -73,6 +77,17 @@ class Steps:
                     put,
                 )
         return self._schedule.due(step)
+
+    def trained(self, step: int) -> None:
+        """Tell the holder, at most once a second, of a step that is trained and not put (R33).
+
+        Its heartbeats pass it on. The steps since the last word are lost when this rank dies, so that every count of
+        them is "at least".
+        """
+        now, what = time.monotonic(), (self._link.attempt, step)
+        if what > self._trained and now - self._said_s >= SAY_S:
+            self._trained, self._said_s = what, now
+            self._link.notify(StepTrained(step=step))
 
     def _uncommitted(self) -> list[tuple[int, int]]:
         tickets = self.newest_first()[::-1]

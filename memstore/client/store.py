@@ -28,7 +28,7 @@ from memstore.core.cluster.text import error_text
 from memstore.core.wire.calls import CloseStore, Get, ReadStep, Rewind
 from memstore.core.wire.orders import StepLevel
 from memstore.core.wire.rank_messages import CheckInto, HolderEvent, ShardDiffers, SlotsLeased
-from memstore.core.wire.replies import Joined, ShardPlaced, StepAgreed
+from memstore.core.wire.replies import Joined, StepAgreed
 from memstore.errors import ClosedError, CommitError, ConfigError, MemstoreError, RecoveryError
 from memstore.shell.rank.collective import CALL_SLACK_S, ask_with_all, collective, take_turn
 from memstore.shell.rank.collective_marks import CollectiveMarks
@@ -36,7 +36,6 @@ from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.launch import Launch
 from memstore.shell.rank.shard_read import ShardRanges, ShardRead
 from memstore.shell.rank.sigterm import WATCH
-from memstore.shell.rank.trained import TrainedWord
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +57,6 @@ class Store(PinVerbs):
         self._link = link
         self._launch = launch
         self.puts = Puts(link, config, world_size=launch.world_size)
-        self._trained = TrainedWord(link)
         self.marks = CollectiveMarks(link)
         self._take_attempt(joined)
         self._whole_get = WholeGet(link, self.puts)
@@ -133,7 +131,7 @@ class Store(PinVerbs):
         with self._alone(f"put({step})"):
             ticket = self.puts.put(step, state, timeout_s, overlap, rank_state)
             if ticket.level == "skipped":
-                self._trained.say(step)
+                self.puts.steps.trained(step)
             elif self.first_rehearsal is not None:
                 self.first_rehearsal.begin(step, self._rehearse_newest)
             return ticket
@@ -169,9 +167,7 @@ class Store(PinVerbs):
             StepConflict: `step` is no int from 0 to 2**61 - 1.
         """
         self._check_open()
-        step = check_step(step)
-        self._trained.say(step)
-        return self.puts.steps.due(step, self.config.stall_budget_s)
+        return self.puts.steps.due(check_step(step), self.config.stall_budget_s)
 
     def prepare(self, state: Any, *, rank_state: Any = None) -> PutPreparation:
         """Make the first put as fast as the ones after it: claim, connect and enter its room in the background.
@@ -269,17 +265,15 @@ class Store(PinVerbs):
     def _get(self, request: Get, into: Any, rank_state_into: Any, must_exist: bool) -> Checkpoint | None:
         found = self._whole_get.run(request, into, rank_state_into)
         if found is not None:
-            return self._restored(request, *found)
+            got, answer = found
+            if request.is_adopting:
+                self.puts.steps.go_on_from(got.step)
+            if self.rank == 0:
+                log.info("%s", restore_line(request, got, answer))
+            return got
         if must_exist:
             raise RecoveryError(f"job {self.job!r} has no history, and get() was called with must_exist=True")
         return None
-
-    def _restored(self, request: Get, got: Checkpoint, answer: ShardPlaced) -> Checkpoint:
-        if request.is_adopting:
-            self.puts.steps.go_on_from(got.step)
-        if self.rank == 0:
-            log.info("%s", restore_line(request, got, answer))
-        return got
 
     def agree_on_step(self, *, timeout_s: float = 600.0) -> int | None:
         """Adopt the step that get() would return without loading its bytes; collective, the same on every rank (R27).

@@ -60,7 +60,7 @@ class Calls:
 
 
 # -- trained steps ------------------------------------------------------------------------------------
-# Remembers the newest step that this host's ranks trained, put or not, for the controller (rank/trained.py).
+# Remembers the newest step that this host's ranks trained, put or not, for the controller (client/steps.py).
 
 
 class TrainedSteps:

@@ -33,10 +33,6 @@ class Damage:
         self._chunks_count = 0  # their digest was wrong: they are asked for again
         self._frames_count = 0  # their header or body was: the connection is ended
 
-    def chunk(self) -> None:
-        """Count a chunk whose digest is wrong."""
-        self.add(chunks=1)
-
     def frame(self, error: ProtocolError) -> None:
         """Count bytes that are no valid frame."""
         self.add(frames=1)
@@ -146,14 +142,10 @@ def receive_bulk(
         replicas.give_back(numbers[len(digests) :])
         arrived = [(*chunk, digest) for chunk, digest in zip(due, digests, strict=False)]
         bad = replicas.keep_chunks(replica, arrived)
-    for _ in bad:
-        damage.chunk()
+    damage.add(chunks=len(bad))
     here = {index for index, *_ in arrived}.difference(bad)
-    return _run_of(indices, sizes, here, sum(size for _, _, size, _ in arrived))
-
-
-def _run_of(indices: Sequence[int], sizes: Sequence[int], here: set[int], nbytes: int) -> ReceivedRun:
-    return ReceivedRun(len(sizes), [i for i in indices[: len(sizes)] if i not in here], nbytes)
+    lacking = [index for index in indices[: len(sizes)] if index not in here]
+    return ReceivedRun(len(sizes), lacking, sum(size for _, _, size, _ in arrived))
 
 
 def _run(channel: Channel, replicas: Store, frame: Frame, count: int) -> ChunkRun:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -187,7 +188,7 @@ class HolderLink:
                 self._leave(channel)
                 return
             for put in self.leases.to_send_again():  # what is sent from now on goes to this channel
-                self._queue(put)
+                self.outbox.put(partial(self._send_put, put))
             for call in calls:
                 self.notify(call)
             return
@@ -203,9 +204,6 @@ class HolderLink:
                 continue  # the reader notices, reconnects and sends again
             except Exception:
                 log.exception("memstore: the link thread could not do its work")
-
-    def _queue(self, put: Tenant) -> None:
-        self.outbox.put(lambda: self._send_put(put))
 
     def _send_put(self, put: Tenant) -> None:
         if self.leases.begin_sending(put) and put.message is not None:
@@ -405,11 +403,9 @@ class HolderLink:
             digests=digests,
         )
         with self.leases.changed:
-            if not self.leases.are_of(put):
-                return False
-            self._queue(put)  # first: if a signal's handler raises before the rest is done, it finds no filled put
-            self.leases.fill(put, message)
-        return True
+            # First: if a signal's handler raises before the rest is done, it finds no filled put.
+            self.outbox.put(partial(self._send_put, put))
+            return self.leases.fill(put, message)
 
     def notify(self, message: RankMessage) -> None:
         """Queue a message."""

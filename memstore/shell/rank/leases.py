@@ -183,16 +183,18 @@ class Leases:
         with self.changed:
             self.changed.notify_all()
 
-    def are_of(self, put: Tenant) -> bool:
-        """Return whether an open put has its slots still, and may submit them. Needs `changed`."""
-        is_ours = put.mapping is self.mapping and all(self.tenants.get(n) is put for n in put.slots)
-        return is_ours and put.state is OPEN and not self.is_ended
+    def fill(self, put: Tenant, message: PutReady) -> bool:
+        """Note an open put's submission; False if its slots are not its own any more. Needs `changed`.
 
-    def fill(self, put: Tenant, message: PutReady) -> None:
-        """Note an open put's submission. Needs `changed`. It is noted whole or not, where a signal's handler raises."""
+        It is noted whole or not, where a signal's handler raises.
+        """
+        is_ours = put.mapping is self.mapping and all(self.tenants.get(n) is put for n in put.slots)
+        if not is_ours or put.state is not OPEN or self.is_ended:
+            return False
         terms = message.terms
         self.unsealed[terms.attempt, terms.step] = put
         put.message, put.state = message, FILLED
+        return True
 
     def begin_sending(self, put: Tenant) -> bool:
         """Note that a submission is sent now; False if it is not to be: it was sent, answered, or never complete."""

@@ -62,11 +62,8 @@ class Course(RuleBasedStateMachine):
     def fill(self, put: Tenant) -> None:
         """As HolderLink.submit; a refused put is over."""
         terms = PutTerms(attempt=1, step=self.made.index(put), world_size=1)
-        if put.state is OPEN:
-            if put.mapping is not None and self.leases.are_of(put):
-                self.leases.fill(put, ready(terms, put.slots))
-            else:
-                put.state = OVER
+        if put.state is OPEN and not self.leases.fill(put, ready(terms, put.slots)):
+            put.state = OVER
 
     @rule(put=puts)
     def abandon(self, put: Tenant) -> None:
@@ -105,7 +102,8 @@ class Course(RuleBasedStateMachine):
     def fence(self) -> None:
         """Nothing that is not filled is submitted any more; then the next attempt."""
         self.leases.end()
-        assert not any(self.leases.are_of(put) for put in self.made)
+        for step, put in enumerate(self.made):
+            assert not self.leases.fill(put, ready(PutTerms(attempt=1, step=step, world_size=1), put.slots))
         self.leases.is_ended = False
 
     @invariant()

@@ -126,7 +126,7 @@ async def _make_ready(io: HolderIo, state: HolderState, order: Bring, *, is_fetc
     is_kept = False
     try:
         if order.use != "read":  # the reader of one shard digests what it copies, and has bad chunks brought again
-            await _digest_here(io, state, replica)
+            await _digest_here(io, replica)
         sources: fetch.Chunks = {}
         missing = replica.missing
         if is_fetched:
@@ -174,7 +174,7 @@ async def _open(
     return await io.open_incoming(name, order.shard.id, digests, sizes, order.attempt, wanted)
 
 
-async def _digest_here(io: HolderIo, state: HolderState, replica: IncomingReplica) -> None:
+async def _digest_here(io: HolderIo, replica: IncomingReplica) -> None:
     """Digest again what is here; what is bad is missing then, and reported of the copies that it was of."""
     await io.verify_slots(sorted({slot for slot in replica.slots if slot is not None}))
 
@@ -254,7 +254,7 @@ async def _store(io: HolderIo, state: HolderState, order: Bring, mine: Fetching)
         return {source: list(_wanted(order)) for source in lack_all or {state.host_id}}
     mine.replica = replica = await _open(io, order, name, data)
     try:
-        await _digest_here(io, state, replica)
+        await _digest_here(io, replica)
         await io.on_store(partial(store.ensure_free, len(replica.missing)))
         lost, problems = await fetch.chunks(io, state, order, replica, until_s)
         if replica.missing and problems and not lost:

@@ -224,7 +224,7 @@ def test_a_fixed_distance_counts_from_the_step_that_was_restored() -> None:
 
 def test_a_wait_in_vain_is_logged_once_until_a_commit_comes(caplog: pytest.LogCaptureFixture) -> None:
     """Puts that lack their commits hold one step up by the budget, and no step after it."""
-    steps = Steps(cast(HolderLink, SimpleNamespace(job="job", rank=0)))
+    steps = Steps(cast(HolderLink, SimpleNamespace(job="job", rank=0, attempt=1, notify=lambda message: None)))
     steps.begin_attempt(
         Joined(attempt=1, world_size=2, rank=0, restored_step=None, resume_step=0, put_every="10min", shared_shard=None)
     )
