@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
@@ -16,7 +17,6 @@ from memstore.core.cluster.facts import StepCommitted, StepSkipped
 from memstore.core.cluster.failures import mtbf_s
 from memstore.core.cluster.job import Attempt, AttemptMember, Call, Job
 from memstore.core.cluster.state import ClusterState
-from memstore.core.commit.commit_rule import CommitRule, Held
 from memstore.core.journal.replication import Journal
 from memstore.core.schedule.put_interval import PutCosts, decide_steps, lead_end
 from memstore.core.targets.targets import ClusterView
@@ -35,6 +35,72 @@ RESUME_GAP_MAX = 64  # steps; the gap doubles with every skip until a commit lan
 RESUME_SPAN_S = 60.0  # and a gap lasts at most about this long, because nothing is committed meanwhile
 RESUME_GAP_UNPACED = 4  # steps; the most while it is unknown how long one takes
 PASSED_OFTEN = 3  # steps in a row: not one rank that was late to learn of a skip
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One shard with enough copies: its entry in the commit fact, and why it is degraded, if it is."""
+
+    digest: str
+    hosts: tuple[str, ...]
+    reasons: tuple[str, ...]
+
+
+class CommitRule:
+    """The rule for the shards of one step, as the cluster is now.
+
+    `held` runs about once per seal, so it must be cheap.
+    """
+
+    def __init__(
+        self,
+        state: ClusterState,
+        view: ClusterView,
+        room: Reservations,
+        job: Job,
+        attempt: Attempt,
+        step: StepId,
+        level: str,
+    ) -> None:
+        """Prepare to look at a step; `attempt` is the newest: its members decide where the copies go (R22)."""
+        self.view, self.job, self.attempt, self.step = view, job, attempt, step
+        self.copies = job.copies.get(step, {})
+        self.commit = job.commits.get(step)  # if it is committed already: its digests are the truth (R14)
+        self.domains = state.hosts.live_domains(level)
+        self.replicas, self.min_copies = attempt.replicas, int(attempt.config["min_copies"])
+        # Hosts without room for the job that refused a shard lately: not waited for, they would refuse after 10 s.
+        unroomed = room.unroomed
+        self.full = {h for _, h in job.refusals if (job.name, h) in unroomed} if unroomed else set()
+
+    def held(self, rank: int) -> Held | None:
+        """Return the copies of a rank's shard, or None while it is not on enough domains."""
+        job, domains, truth = self.job, self.domains, self.commit
+        hosts = [
+            h
+            for h, c in self.copies.get(rank, {}).items()
+            if not c.missing and h in domains and (truth is None or c.spec.digest == truth.digests[rank])
+        ]
+        if not hosts:
+            return None
+        copies = self.copies[rank]
+        digest = copies[hosts[0]].spec.digest
+        if any(copies[h].spec.digest != digest for h in hosts):
+            return None
+        wanted = self.view.wanted(job, self.attempt, rank)
+        refused: dict[str, str] = {}
+        if job.refusals:
+            shard = ShardId(job.name, self.step.attempt, self.step.step, rank)
+            refused = {h: job.refusals[shard, h] for h in wanted if (shard, h) in job.refusals}
+        have = {domains[h] for h in hosts}
+        need = {
+            domains[h] for h in wanted if h in domains and (h in hosts or (h not in refused and h not in self.full))
+        }
+        if len(have) < max(len(need), self.min_copies):
+            return None
+        reasons = [f"{host}: {why}" for host, why in refused.items()]
+        if len(have) < self.replicas:
+            reasons.insert(0, f"rank {rank} has {len(have)} of {self.replicas} copies")
+        return Held(digest, tuple(sorted(hosts)), tuple(reasons))
 
 
 class StepCommits:
@@ -475,7 +541,8 @@ class StepCommits:
                 attempt.resume_step = max(attempt.resume_step, step.step + 1)
             else:
                 newest_seen = max([step.step, *attempt.steps, *(member.step for member in attempt.members.values())])
-                gap = min(attempt.resume_gap, _gap_limit(attempt))
+                # As long as it takes ranks to learn of it: seconds, not minutes of training.
+                gap = min(attempt.resume_gap, attempt.pace.steps_within(RESUME_SPAN_S) or RESUME_GAP_UNPACED)
                 attempt.resume_step = max(attempt.resume_step, newest_seen + gap)
                 attempt.resume_gap = min(attempt.resume_gap * 2, RESUME_GAP_MAX)
             # At once, so that no copy still under way makes it whole; tickets are updated when the fact is replicated.
@@ -508,8 +575,3 @@ def put_since_text(member: AttemptMember) -> str:
         how = "closed its store" if member.has_closed else "ended"
         return f"rank {member.rank} has {how}" + (f" after step {member.sealed_step}" if member.put_steps else "")
     return f"rank {member.rank} has put nothing" + (f" since step {member.sealed_step}" if member.put_steps else "")
-
-
-def _gap_limit(attempt: Attempt) -> int:
-    """Return how many steps ranks may be kept from putting: seconds to learn of it, not minutes of training."""
-    return attempt.pace.steps_within(RESUME_SPAN_S) or RESUME_GAP_UNPACED

@@ -101,26 +101,46 @@ async def _seal(io: HolderIo, state: HolderState, put: SubmittedPut, shard: Shar
 async def _stored(
     io: HolderIo, state: HolderState, put: SubmittedPut, shard: ShardId
 ) -> tuple[StoredReplica, bool] | str:
-    """Return the stored replica and whether copies of it are to come; or the reason why there is none."""
-    ready, store, link = put.ready, state.store, put.link
+    """Return the stored replica and whether copies of it are to come; or the reason why there is none.
+
+    It is pushed while it is digested: the first chunks are on the wire before the last are digested. The rank's own
+    digests are not compared with the slots here: that would be the pass that they save. A target digests what it is
+    sent, so a step whose slots are not what was copied gets no second copy.
+    """
+    ready, store, slots = put.ready, state.store, put.ready.slots
     # The whole message is checked before a slot changes its owner; list lengths are checked, not taken from the rank.
-    slots = ready.slots
     shared_count(ready)
-    given_digests(ready)
+    given = given_digests(ready)
     if len(slots) != -(-ready.nbytes // store.chunk_bytes):
         raise IntegrityError(f"{shard} was submitted with {len(slots)} slots for {ready.nbytes} bytes")
     is_lost = ready.is_lost or ready.arena != store.arena_identity
-    known, is_mine = store.take_over(shard, link.owner, None if is_lost else slots)
+    known, is_mine = store.take_over(shard, put.link.owner, None if is_lost else slots)
     is_old = shard.attempt < put.fence
-    if known is None and is_mine and not is_old:
-        return await _fresh(io, state, shard, ready)
-    if is_mine:
+    why = ""
+    if known is None and is_old:
+        why = f"attempt {put.fence} was opened"
+    elif known is None and not is_mine:
+        why = "the rank no longer had the lease of these slots (has this host's holder restarted?)"
+    elif known is None:
+        why = await _not_seen(io, state, shard, ready)
+    if is_mine and (why or known is not None):
         store.give_back(slots)
+    if why:
+        return why
     if known is not None:
         return known, await push.replicate(io, state, shard, known.spec.digest)
-    if is_old:
-        return f"attempt {put.fence} was opened"
-    return "the rank no longer had the lease of these slots (has this host's holder restarted?)"
+    source = await io.open_fresh(shard, slots, chunk_sizes(ready.nbytes, store.chunk_bytes), given)
+    try:
+        has_targets = await push.replicate(io, state, shard, "", source)
+    except BaseException as exc:
+        source.fail(repr(exc))
+        store.give_back(slots)
+        raise
+    try:
+        return await io.digest_and_store(shard, ready, source), has_targets
+    except BaseException as exc:
+        source.fail(f"{type(exc).__name__}: {exc}")
+        raise
 
 
 async def _not_seen(io: HolderIo, state: HolderState, shard: ShardId, ready: PutReady) -> str:
@@ -138,30 +158,6 @@ async def _not_seen(io: HolderIo, state: HolderState, shard: ShardId, ready: Put
     )
     await io.warn(f"host {state.host_id}, job {shard.job}: {why}")
     return why
-
-
-async def _fresh(io: HolderIo, state: HolderState, shard: ShardId, ready: PutReady) -> tuple[StoredReplica, bool] | str:
-    """Digest, store, and push meanwhile: the first chunks are on the wire before the last are digested.
-
-    The rank's own digests are not compared with the slots here: that would be the pass that they save. A target digests
-    what it is sent, so a step whose slots are not what was copied gets no second copy.
-    """
-    if why := await _not_seen(io, state, shard, ready):
-        state.store.give_back(ready.slots)
-        return why
-    sizes = chunk_sizes(ready.nbytes, state.store.chunk_bytes)
-    source = await io.open_fresh(shard, ready.slots, sizes, given_digests(ready))
-    try:
-        has_targets = await push.replicate(io, state, shard, "", source)
-    except BaseException as exc:
-        source.fail(repr(exc))
-        state.store.give_back(ready.slots)
-        raise
-    try:
-        return await io.digest_and_store(shard, ready, source), has_targets
-    except BaseException as exc:
-        source.fail(f"{type(exc).__name__}: {exc}")
-        raise
 
 
 def shared_count(ready: PutReady) -> int | None:

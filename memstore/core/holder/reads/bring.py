@@ -37,8 +37,9 @@ VERIFIED_TOGETHER = 256  # chunks that a source is asked to digest in one call: 
 def begin(state: HolderState, order: Bring) -> None:
     """Note an order for a get of all ranks: only for the newest one of a rank is anything tried again, or kept."""
     if order.use == "get":
-        older = state.reads.newest.get(fetch.rank_of(order))
-        state.reads.newest[fetch.rank_of(order)] = order
+        rank = order.job, order.shard.rank
+        older = state.reads.newest.get(rank)
+        state.reads.newest[rank] = order
         if older is not None:
             ready.release(state, older.read)
 

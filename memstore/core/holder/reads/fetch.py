@@ -40,14 +40,9 @@ def deadline_s(state: HolderState) -> float:
     return state.now() + max(RETRY_LIMIT_S, 2 * state.limits.dead_after_s)
 
 
-def rank_of(order: Bring) -> tuple[str, int]:
-    """Return the job and the rank for which an order of a get of all ranks brings."""
-    return order.job, order.shard.rank
-
-
 def is_newest(state: HolderState, order: Bring) -> bool:
     """Say whether nothing later was ordered for a get of the same rank."""
-    return order.use != "get" or state.reads.newest.get(rank_of(order)) is order
+    return order.use != "get" or state.reads.newest.get((order.job, order.shard.rank)) is order
 
 
 async def may_wait(io: HolderIo, state: HolderState, order: Bring, until_s: float) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from memstore.core.attempts import join
 from memstore.core.cluster.facts import HostsJoined, StepCommitted
 from memstore.core.cluster.hosts import HostTable
-from memstore.core.commit.commit_rule import CommitRule
+from memstore.core.commit.commits import CommitRule
 from memstore.core.durable.states import DurableStates
 from memstore.core.history.job_removal import Orphans
 from memstore.core.journal.fact_log import FactLog
