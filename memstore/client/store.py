@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from memstore.client.checkpoint import Checkpoint, open_shard, restore_line
+from memstore.client.checkpoint import Checkpoint, open_shard
 from memstore.client.pin_verbs import PinVerbs
 from memstore.client.prepare import PutPreparation, bytes_to_come
 from memstore.client.puts import Puts
@@ -258,22 +258,12 @@ class Store(PinVerbs):
             left_s = take_turn(self._one_get, f"get() of job {self.job!r}", timeout_s)
             try:
                 asked = Get(**self._link.who(), step=step, from_job=from_job, timeout_s=left_s)
-                return self._get(asked, into, rank_state_into, must_exist)
+                got = self._whole_get.run(asked, into, rank_state_into)
             finally:
                 self._one_get.release()
-
-    def _get(self, request: Get, into: Any, rank_state_into: Any, must_exist: bool) -> Checkpoint | None:
-        found = self._whole_get.run(request, into, rank_state_into)
-        if found is not None:
-            got, answer = found
-            if request.is_adopting:
-                self.puts.steps.go_on_from(got.step)
-            if self.rank == 0:
-                log.info("%s", restore_line(request, got, answer))
-            return got
-        if must_exist:
+        if got is None and must_exist:
             raise RecoveryError(f"job {self.job!r} has no history, and get() was called with must_exist=True")
-        return None
+        return got
 
     def agree_on_step(self, *, timeout_s: float = 600.0) -> int | None:
         """Adopt the step that get() would return without loading its bytes; collective, the same on every rank (R27).

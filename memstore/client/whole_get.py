@@ -7,10 +7,11 @@ asked --every rank has compared into= with what is brought for it--> handed out 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
-from memstore.client.checkpoint import Checkpoint, checkpoint, open_shard
+from memstore.client.checkpoint import Checkpoint, checkpoint, open_shard, restore_line
 from memstore.client.puts import Puts
 from memstore.client.shared_shard import Resized, check_shard
 from memstore.core.cluster.text import error_text
@@ -23,6 +24,7 @@ from memstore.shell.rank.collective import collective, loaded_with_all
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.shard_read import ShardRead
 
+log = logging.getLogger("memstore")
 PROBLEM_SHOWN = 2000  # characters of an error that all ranks are sent
 
 
@@ -34,8 +36,8 @@ class WholeGet:
         self._into: Any = None
         self._own_into: Any = None
 
-    def run(self, request: Get, into: Any, own_into: Any) -> tuple[Checkpoint, ShardPlaced] | None:
-        """Return this rank's checkpoint once all ranks have theirs, and the controller's answer; None: no history.
+    def run(self, request: Get, into: Any, own_into: Any) -> Checkpoint | None:
+        """Return this rank's checkpoint once all ranks have theirs; None: no history. The log of rank 0 names it.
 
         Args:
             into: As in `Store.get`.
@@ -52,12 +54,17 @@ class WholeGet:
                     return None
                 report = _report_of(found)
                 with self._telling(request, report):
-                    loaded = self._load(request, found)
+                    got, answer = self._load(request, found)
                 if report is None or self._is_over(request, report):
-                    self._puts.loaded("")
-                    return loaded
+                    break
         finally:
             self._into = self._own_into = None
+        self._puts.loaded("")
+        if request.is_adopting:
+            self._puts.steps.go_on_from(got.step)
+        if request.rank == 0:
+            log.info("%s", restore_line(request, got, answer))
+        return got
 
     def check(self, order: CheckInto) -> None:
         """Compare the state given as into= with a shard's manifest, and send the holder what came of it."""

@@ -100,7 +100,7 @@ class PeerClient:
                 raise PeerUnreachable(f"host {self.host_id} is gone", host=self.host_id)
             is_new = not self._idle or self._networks.is_uneven()
             channel = None if is_new else self._idle.pop()
-        channel = channel or self._dial()
+        channel = channel or self._pacing.enter(self._networks.dial(self._connect))
         with self._lock:
             self._borrowed.add(channel)
         try:
@@ -118,9 +118,6 @@ class PeerClient:
                 self._idle.append(channel)
                 return
         self._networks.end(channel)
-
-    def _dial(self) -> Channel:
-        return self._pacing.enter(self._networks.dial(self._connect))
 
     def _connect(self, endpoint: Endpoint) -> Channel:
         return connect_tcp(

@@ -5,7 +5,6 @@ The requests and their replies: `core/wire/peer_messages.py`.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -98,7 +97,9 @@ class PeerServer:
         """Answer requests until the peer goes away; its incoming replicas go with its last connection (R13)."""
         lower_thread_priority()
         try:
-            self._arrive(channel, identity)
+            with self.lock:
+                life = self.life_of[channel] = self.lives.setdefault(identity, set())
+                life.add(channel)
             for request_id, request in _requests(channel):
                 if isinstance(request, IncomingRequest) and request.sender != identity.host:
                     self._refuse_speaker(channel, request_id, identity.host, request.sender[:80])
@@ -213,7 +214,9 @@ class PeerServer:
         lack = self.replicas.expect(replica, want, [c.digest for c in batch.chunks], [c.nbytes for c in batch.chunks])
         channel.send(Kind.EVENT, request_id, ChunksLacking(chunks=tuple(lack)), deadline_s=REPLY_TIMEOUT_S)
         while lack:
-            with self._receiving(incoming):
+            with self.lock:
+                incoming.receiving += 1  # it is not idle while a frame of it comes, however slowly
+            try:
                 run = receive_run(
                     channel,
                     self.replicas,
@@ -223,21 +226,13 @@ class PeerServer:
                     damage=self.damage,
                     timeout_s=CHUNK_TIMEOUT_S,
                 )
+            finally:
+                with self.lock:
+                    incoming.receiving -= 1
             incoming.last_frame_s = self.replicas.clock.monotonic()
             self.received_bytes += run.nbytes
             lack = lack[run.answered :]
         return Done()
-
-    @contextlib.contextmanager
-    def _receiving(self, incoming: Incoming) -> Iterator[None]:
-        """Keep a copy from being given up as idle while a frame of it comes, however slowly."""
-        with self.lock:
-            incoming.receiving += 1
-        try:
-            yield
-        finally:
-            with self.lock:
-                incoming.receiving -= 1
 
     def _named(self, batch: ChunkBatch, chunks_count: int) -> list[int]:
         """Return the indices of a batch; ProtocolError for indices that no incoming replica has."""
@@ -330,11 +325,6 @@ class PeerServer:
             self.incoming.pop((sender, shard), None)
         self.replicas.abort_incoming(sender, shard)
         return Done()
-
-    def _arrive(self, channel: Channel, life: HolderIdentity) -> None:
-        with self.lock:
-            self.life_of[channel] = self.lives.setdefault(life, set())
-            self.life_of[channel].add(channel)
 
     def _life(self, channel: Channel) -> set[Channel]:
         """Return all connections of the peer's present life. Needs the lock."""

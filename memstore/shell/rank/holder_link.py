@@ -344,14 +344,7 @@ class HolderLink:
 
     def call(self, request: Request[R], timeout_s: float) -> R:
         """Ask and wait; PeerTimeout names the question and the limit."""
-        return self._await(self.call_soon(request), self._named(request), timeout_s)
-
-    def _named(self, request: Request[Any]) -> str:
-        """Return what an error calls a question: a tool's link is of no job, and asks about many."""
-        job = getattr(request, "job", None) or self.job
-        return f"{tag_of(request)} of job {job!r}" if job else tag_of(request)
-
-    def _await(self, future: Future[R], what: str, timeout_s: float) -> R:
+        future, what = self.call_soon(request), self._named(request)
         try:
             return answer_of(future, timeout_s)
         except FutureTimeout:
@@ -365,6 +358,11 @@ class HolderLink:
                 waited_s=timeout_s,
                 limit_s=timeout_s,
             ) from None
+
+    def _named(self, request: Request[Any]) -> str:
+        """Return what an error calls a question: a tool's link is of no job, and asks about many."""
+        job = getattr(request, "job", None) or self.job
+        return f"{tag_of(request)} of job {job!r}" if job else tag_of(request)
 
     def wait_any(self, futures: Sequence[Future[Any]], timeout_s: float | None) -> bool:
         """Wait until one of some calls is done, at most so long; return whether one is.
