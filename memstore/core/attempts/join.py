@@ -302,13 +302,14 @@ class Attempts:
         self, now: float, name: str, gathering: Gathering, durable: DurablePlace, on_listed: Callable[[str], None]
     ) -> None:
         """Ask the host of rank 0 for the job's durable markers; `on_listed` is called once, then or at the deadline."""
+        gathering.on_listed, gathering.listing_since_s = on_listed, now
+        gathering.markers_call = self.markers.ask(gathering.joins[0].call.host_id, name, durable)
 
-        def listed(why: str) -> None:
+    def listed(self, call: int, why: str) -> None:
+        """Go on with the gathering that had a host list markers; `why` storage could not be read, or ""."""
+        for name, gathering in list(self.gatherings.items()):
             if gathering.markers_call == call:
                 self._go_on(name, gathering, why)
-
-        gathering.on_listed, gathering.listing_since_s = on_listed, now
-        call = gathering.markers_call = self.markers.ask(gathering.joins[0].call.host_id, name, durable, listed)
 
     def _go_on(self, name: str, gathering: Gathering, why: str) -> None:
         """Go on with a gathering whose durable markers were listed, unless a rank has died meanwhile."""

@@ -164,7 +164,9 @@ class Inputs:
         self.parts.attempts.fenced(self.state.now, host, report.job, report.attempt)
 
     def _markers(self, host: str, report: reports.MarkersListed) -> None:
-        why = self.parts.durable_markers.answered(report)
+        why = self.parts.durable_markers.listed(report)
+        self.parts.attempts.listed(report.call, why)
+        self.parts.rounds.listed(self.state.now, report.call, why)
         self.parts.durable_checks.answered(host, report, why)
 
 

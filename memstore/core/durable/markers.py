@@ -13,7 +13,7 @@ so every field is checked as well. The planner reads the result as `recovery.inv
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -137,42 +137,23 @@ def _record(text: bytes) -> MarkerRecord:
 # What durable storage holds of a job, as a host listed it: its markers, and those that are left alone. Pure (R31).
 
 
-LISTINGS_MAX = 10_000  # asked and not answered; beyond that the oldest is forgotten, whose deadline is long over
-
-#: Takes why durable storage could not be read; "" if the job's markers are known now.
-Then = Callable[[str], None]
-
-
 class DurableMarkers:
     """Requests to hosts for a job's markers, and their answers."""
 
     def __init__(self, state: ClusterState, out: Effects, states: DurableStates) -> None:
         self.state, self.out, self.states = state, out, states
-        self._then: dict[int, Then] = {}
 
-    def ask(self, host: str, name: str, durable: DurablePlace, then: Then) -> int:
-        """Have a host list the markers of a job; return the number of the question.
+    def ask(self, host: str, name: str, durable: DurablePlace) -> int:
+        """Have a host list the markers of a job; return the number of the question, for `listed` of who asks.
 
         Args:
-            host: Asked.
+            host: Asked. If it dies there is no answer: the caller keeps the deadline.
             name: Of the job; it need not be known yet.
             durable: The storage, as `place_of` returns it.
-            then: Called once the host has answered; never, if the host dies before. The caller keeps the deadline.
         """
         call = self.states.next_call()
-        self._then[call] = then
-        if len(self._then) > LISTINGS_MAX:
-            del self._then[next(iter(self._then))]
         self.out.send(host, ListMarkers(job=name, durable=durable, call=call))
         return call
-
-    def answered(self, report: MarkersListed) -> str:
-        """Take a list of markers, and let its caller go on; return why there is none, or ""."""
-        why = self.listed(report)
-        then = self._then.pop(report.call, None)
-        if then is not None:
-            then(why)
-        return why
 
     def listed(self, report: MarkersListed) -> str:
         """Take a host's list of a job's markers as the present content of durable storage. Return why not, or "".

@@ -165,13 +165,15 @@ class Rounds:
         active.enter(now, "listing")
         active.unread, first = "", attempt.members[0].host_id
 
-        def listed(why: str) -> None:
-            if self.state.rounds.get(job.name) is active and active.phase == "listing" and call == active.markers_call:
-                active.unread = why
-                self._plan(self.state.now, active)
-
         host = first if first in hosts else hosts[0]
-        call = active.markers_call = self.markers.ask(host, active.source, storage_of(config), listed)
+        active.markers_call = self.markers.ask(host, active.source, storage_of(config))
+
+    def listed(self, now: float, call: int, why: str) -> None:
+        """Plan with the markers that a host has listed; `why` storage could not be read, or ""."""
+        for active in list(self.state.rounds.values()):
+            if active.phase == "listing" and active.markers_call == call:
+                active.unread = why
+                self._plan(now, active)
 
     # -- planning -----------------------------------------------------------------------------
 
