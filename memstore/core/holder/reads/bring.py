@@ -27,7 +27,7 @@ from memstore.core.wire.orders import Bring
 from memstore.core.wire.peer_messages import Verify
 from memstore.core.wire.rank_messages import IntoChecked
 from memstore.core.wire.reports import Brought
-from memstore.errors import CapacityError, IntegrityError, MemstoreError, PeerUnreachable
+from memstore.errors import CapacityError, IntegrityError, MemstoreError
 
 BESIDE_S = 10.0  # without a chunk, until a read that waits for another one of the same shard takes its place
 LOOK_S = 0.5  # between two looks at how far that one has come
@@ -129,19 +129,15 @@ async def _make_ready(io: HolderIo, state: HolderState, order: Bring, *, is_fetc
         if order.use != "read":  # the reader of one shard digests what it copies, and has bad chunks brought again
             await _digest_here(io, replica)
         sources: fetch.Chunks = {}
-        missing = replica.missing
         if is_fetched:
-            await io.on_store(partial(state.store.ensure_free, len(missing)))
-            lost, problems = await fetch.chunks(io, state, order, replica, until_s)
-            lost = lost or ({} if problems or not replica.missing else {state.host_id: replica.missing})
+            lost = await fetch.chunks(io, state, order, replica, until_s)
         else:
+            missing = replica.missing
             with state.store.lock:  # nothing more is to come: it claims no room for that
                 replica.part = tuple(index for index in wanted if replica.slots[index] is not None)
-            sources, lost, problems = await _sources(io, state, order, missing, until_s)
+            sources, lost = await _sources(io, state, order, missing, until_s)
         if lost:
             return lost
-        if problems and (not is_fetched or replica.missing):
-            raise PeerUnreachable("; ".join(problems))
         found = Ready(order, replica, data, sources)
         if not ready.is_held(state, found) or not fetch.is_newest(state, order):
             raise IntegrityError(f"{shard} was dropped, or its rank began another get(), while it was brought")
@@ -182,21 +178,20 @@ async def _digest_here(io: HolderIo, replica: IncomingReplica) -> None:
 
 async def _sources(
     io: HolderIo, state: HolderState, order: Bring, missing: list[int], until_s: float
-) -> tuple[fetch.Chunks, fetch.Chunks, list[str]]:
-    """Return source -> its chunks, source -> chunks that it lacks, and problems.
+) -> tuple[fetch.Chunks, fetch.Chunks]:
+    """Return source -> its chunks, and source -> chunks that it says it lacks.
 
     For a get of all ranks every source has digested its chunks by then.
     """
-    asked, lost = fetch.by_source(state, order, missing)
     if order.use != "get":
-        return asked, lost, []
+        return fetch.by_source(state, order, missing)
     found: dict[int, str] = {}
     ask = partial(_verified, io, order, found)
-    lacking, problems = await fetch.from_all(io, state, order, asked, found.__contains__, ask, until_s)
+    lost = await fetch.from_all(io, state, order, missing, found.__contains__, ask, until_s)
     verified: fetch.Chunks = {}
     for index in sorted(found):
         verified.setdefault(found[index], []).append(index)
-    return verified, {**lost, **lacking}, problems
+    return verified, lost
 
 
 async def _verified(io: HolderIo, order: Bring, found: dict[int, str], host: str, wanted: list[int]) -> list[int]:
@@ -256,12 +251,8 @@ async def _store(io: HolderIo, state: HolderState, order: Bring, mine: Fetching)
     mine.replica = replica = await _open(io, order, name, data)
     try:
         await _digest_here(io, replica)
-        await io.on_store(partial(store.ensure_free, len(replica.missing)))
-        lost, problems = await fetch.chunks(io, state, order, replica, until_s)
-        if replica.missing and problems and not lost:
-            raise PeerUnreachable("; ".join(problems))
-        if replica.missing:
-            return lost or {state.host_id: replica.missing}
+        if lost := await fetch.chunks(io, state, order, replica, until_s):
+            return lost
         stored = store.finish(name, data)
     finally:
         store.abort_incoming(name, shard)

@@ -155,31 +155,37 @@ def by_source(state: HolderState, order: Bring, indices: Iterable[int]) -> tuple
     return asked, {state.host_id: asked.pop(state.host_id)} if state.host_id in asked else {}
 
 
-async def chunks(
-    io: HolderIo, state: HolderState, order: Bring, replica: IncomingReplica, until_s: float
-) -> tuple[Chunks, list[str]]:
-    """Fetch all that is missing, from all sources at once; return what sources say they lack, and other problems."""
-    asked, lost = by_source(state, order, replica.missing)
+async def chunks(io: HolderIo, state: HolderState, order: Bring, replica: IncomingReplica, until_s: float) -> Chunks:
+    """Fetch all that is missing into slots; return {}, or what sources say they lack. CapacityError, TransportError."""
+    await io.on_store(partial(state.store.ensure_free, len(replica.missing)))
     is_here = lambda index: replica.slots[index] is not None  # noqa: E731
     ask = partial(_from, io, order, replica)
-    lacking, problems = await from_all(io, state, order, asked, is_here, ask, until_s)
-    return {**lost, **lacking}, problems
+    lost = await from_all(io, state, order, replica.missing, is_here, ask, until_s)
+    return lost or ({state.host_id: replica.missing} if replica.missing else {})
 
 
 async def from_all(
     io: HolderIo,
     state: HolderState,
     order: Bring,
-    asked: Chunks,
+    indices: Iterable[int],
     is_done: Callable[[int], bool],
     ask: Ask,
     until_s: float,
-) -> tuple[Chunks, list[str]]:
-    """Ask all sources at once, as `from_planned` does; return what they say they lack, and other problems."""
+) -> Chunks:
+    """Ask all sources of chunks at once, as `from_planned` does; return what they say they lack.
+
+    Raises:
+        PeerUnreachable: Some could not be had, and no source says that it lacks any.
+    """
+    asked, lost = by_source(state, order, indices)
     work = [from_planned(io, state, order, source, asked[source], is_done, ask, until_s) for source in asked]
     ends = await io.together(work)
-    lost = {source: lacking for source, (lacking, _) in zip(asked, ends, strict=True) if lacking}
-    return lost, [problem for _, problem in ends if problem]
+    lost |= {source: lacking for source, (lacking, _) in zip(asked, ends, strict=True) if lacking}
+    problems = [problem for _, problem in ends if problem]
+    if problems and not lost:
+        raise PeerUnreachable("; ".join(problems))
+    return lost
 
 
 async def from_planned(
