@@ -13,9 +13,8 @@ import xxhash
 
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import ranks
-from memstore.core.holder.puts import seal as procedure
+from memstore.core.holder.puts import seal
 from memstore.core.holder.reads import bring, ready
-from memstore.core.holder.state import HolderState
 from memstore.core.wire.calls import Called
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
@@ -45,36 +44,6 @@ from memstore.shell.net.listener import Process
 from memstore.shell.peer.chunk_frames import Damage
 from memstore.shell.threads.priority import lower_thread_priority
 
-# -- seal ---------------------------------------------------------------------------------------------
-# Runs core/holder/puts/seal.py, which turns submissions into sealed shards, on one thread for each link.
-
-
-class Sealer:
-    """The submissions of all links of one holder."""
-
-    def __init__(self, io: BlockingIo, state: HolderState) -> None:
-        self.io, self.state = io, state
-
-    def start(self, link: RankConnection) -> None:
-        """Serve a link until None is queued."""
-        threading.Thread(target=self._run, args=(link,), name=f"memstore-seal-{link.nonce}", daemon=True).start()
-
-    def add(self, link: RankConnection, ready: PutReady) -> None:
-        """Queue a submission that came completely; a fence that comes now waits for it (R21)."""
-        with self.io.state():
-            put = procedure.add(self.state, link, ready)
-            if put is not None:
-                link.submitted_puts.put(put)
-
-    def _run(self, link: RankConnection) -> None:
-        lower_thread_priority()
-        while (put := link.submitted_puts.get()) is not None:
-            self.io.run(procedure.run, self.state, put)
-
-
-# -- rank server --------------------------------------------------------------------------------------
-
-
 log = logging.getLogger("memstore")
 
 
@@ -91,8 +60,7 @@ class RankServer:
         damage: Damage,
     ) -> None:
         self.context, self.state, self.io = context, context.state, io
-        self.calls, self.sealer = calls, Sealer(io, context.state)
-        self.send_gate, self.trained, self.damage = send_gate, trained, damage
+        self.calls, self.send_gate, self.trained, self.damage = calls, send_gate, trained, damage
 
     # -- one link -----------------------------------------------------------------------------
 
@@ -104,7 +72,7 @@ class RankServer:
         except ConfigError as exc:
             channel.send(Kind.EVENT, 0, ErrorMessage.of(exc), deadline_s=SEND_S)
             return
-        self.sealer.start(link)
+        threading.Thread(target=self._seal, args=(link,), name=f"memstore-seal-{link.nonce}", daemon=True).start()
         try:
             while True:
                 self._take(link, decode_rank_message(channel.recv(timeout_s=None).data))
@@ -132,7 +100,9 @@ class RankServer:
             case Called(id=number, call=request):
                 self.calls.ask(ranks.ForwardedCall(link.owner, link.nonce, number, request))
             case PutReady():
-                self.sealer.add(link, message)
+                with self.io.state():  # a fence that comes now waits for it (R21)
+                    if (put := seal.add(self.state, link, message)) is not None:
+                        link.submitted_puts.put(put)
             case Unpin(pin=pin):
                 with self.io.state():
                     ready.give_back(link, pin)
@@ -151,6 +121,12 @@ class RankServer:
                     bring.checked(self.state, link, message)
             case Bye(has_left=has_left):
                 self.io.run(ranks.leave, self.state, link, has_left=has_left)
+
+    def _seal(self, link: RankConnection) -> None:
+        """Turn a link's submissions into sealed shards, one after another, until None is queued."""
+        lower_thread_priority()
+        while (put := link.submitted_puts.get()) is not None:
+            self.io.run(seal.run, self.state, put)
 
     def answer(self, call_id: int, data: bytes, error: tuple[str, str] | None) -> None:
         """Pass the controller's answer to a call on to the rank."""

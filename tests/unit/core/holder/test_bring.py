@@ -182,7 +182,7 @@ def test_what_another_holder_lacks_is_no_evidence() -> None:
 def test_durable_storage_is_asked_alone_and_its_failure_is_no_evidence() -> None:
     """No peer stands in for it: the plan chose it because no peer has the chunks."""
     host = Host(lambda source, chunks: PeerUnreachable("storage hangs"))
-    with pytest.raises(PeerUnreachable, match="^durable: storage hangs$"):
+    with pytest.raises(PeerUnreachable, match=r"^durable: storage hangs$"):
         host.fetch(Run("durable", None, 0, 2))
     assert {source for source, _ in host.asked} == {fetch.DURABLE}
     assert host.now >= fetch.RETRY_LIMIT_S
