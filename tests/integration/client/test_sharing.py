@@ -23,7 +23,7 @@ from msgspec import convert
 
 from memstore.client.connect import connect
 from memstore.client.reader import reader
-from memstore.client.store import Store
+from memstore.client.store import CollectiveMarks, Store
 from memstore.config import Config
 from memstore.core.network.send_gate import MARK_MAX_S, PIECE_FIRST_BYTES
 from memstore.core.report.metrics import holder_growth
@@ -32,7 +32,6 @@ from memstore.core.wire.status_rows import HostStats
 from memstore.errors import ConfigError
 from memstore.shell.holder.send_gate import PushGate, SendGate
 from memstore.shell.net.channel import Flight
-from memstore.shell.rank.collective_marks import CollectiveMarks
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 
 HOSTS = {"near": {"rack": "r1"}, "far": {"rack": "r2", "memstore": "replica"}}
@@ -216,9 +215,7 @@ def test_a_collective_that_was_given_up_is_forgotten(
     marks.begin()
     gate = watching(link)
     [first_s] = gate._marks_s()
-    monkeypatch.setattr(
-        "memstore.shell.rank.collective_marks.time.monotonic_ns", lambda: int((first_s + MARK_MAX_S + 1.0) * 1e9)
-    )
+    monkeypatch.setattr("memstore.client.store.time.monotonic_ns", lambda: int((first_s + MARK_MAX_S + 1.0) * 1e9))
     marks.begin()
     assert gate._marks_s() == pytest.approx([first_s + MARK_MAX_S + 1.0])
     marks.end()
@@ -233,7 +230,7 @@ def test_marks_that_cannot_be_sent_leave_nothing_behind(
     def refuse(*_: int) -> None:
         raise OSError(errno.ENOSPC, "no room")
 
-    monkeypatch.setattr("memstore.shell.rank.collective_marks.mmap.mmap", refuse)
+    monkeypatch.setattr("memstore.client.store.mmap.mmap", refuse)
     for _ in range(3):
         marks.begin()
         marks.end()
