@@ -14,14 +14,14 @@ from memstore.cli import main
 from memstore.cli.options import ASK_S, Where
 from memstore.core.wire.calls import RankCall
 from memstore.core.wire.codec import tag_of
-from memstore.testing.controller.holder import FakeRank
+from memstore.testing.controller.holder import DirectedRank
 from memstore.testing.controller.world import ControllerWorld
 
 
 class Desk:
     """Takes what the command asks to the controller of a world, through one of its ranks."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, world: ControllerWorld, rank: FakeRank) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, world: ControllerWorld, rank: DirectedRank) -> None:
         self.world, self.rank = world, rank
         patch.setattr(Where, "ask", lambda where, request, limit_s=ASK_S: self.ask(request, limit_s))
         clock = SimpleNamespace(monotonic=lambda: world.now, sleep=world.run)
@@ -32,7 +32,7 @@ class Desk:
         verb = tag_of(request)
         said, refused = self.rank.answers.setdefault(verb, []), self.rank.errors.setdefault(verb, [])
         before = len(said), len(refused)
-        self.world.holders[self.rank.host_id].call(self.rank, request)
+        self.rank.relay(request)
         if not self.world.run_until(lambda: (len(said), len(refused)) != before, limit_s):
             raise errors.PeerTimeout(verb, operation=verb, waited_s=limit_s, limit_s=limit_s)
         if len(refused) > before[1]:

@@ -12,12 +12,14 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from memstore.config import Config
 from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import Rules
 from memstore.core.controller.machine import ControllerMachine
+from memstore.core.holder import ranks as links
+from memstore.core.holder import succession
 from memstore.core.report.event_kinds import event_fields
 from memstore.core.wire.codec import encode
 from memstore.core.wire.ids import Endpoint
@@ -28,28 +30,52 @@ from memstore.core.wire.messages import (
     HostBeat,
     HostInfo,
     HostLost,
+    HostUp,
     LeaseRenewed,
     LogLine,
-    Received,
     SendOrder,
     Tick,
 )
-from memstore.core.wire.orders import TakeIncarnation, decode_order
+from memstore.core.wire.orders import decode_order
 from memstore.core.wire.replies import status_fields
-from memstore.core.wire.reports import ProcessGone
-from memstore.testing.controller.durable import Durable
-from memstore.testing.controller.holder import CHUNKS, FakeHolder, FakeRank, digest_of, plain_event
-from memstore.testing.event_queue import EventQueue
-from memstore.testing.requests import request_of
-from recovery.inventory import ShardId, ShardSpec, StepId
+from memstore.testing.controller.holder import CHUNKS, DirectedHolder, DirectedRank, Durable
+from memstore.testing.simulator.controller.controller import decode_inventory, plain_event
+from memstore.testing.simulator.host.rank_link import RankLink
+from memstore.testing.simulator.host.virtual_io import finish
+from memstore.testing.simulator.world.memory import Memory
+from memstore.testing.simulator.world.network import Network
+from memstore.testing.simulator.world.processes import AnySession
+from memstore.testing.simulator.world.scenario import Scenario
+from memstore.testing.simulator.world.virtual_time import SimProcess, Thread, VirtualTime
+from recovery.inventory import ShardId, StepId
 
 TICK_S = 0.2
 BEAT_S = 0.5
 LEASE_EVERY_S = 1.0
+REAP_S = 0.5
 JOB = "train"
+CHUNK_BYTES = 64
 
 
-class ControllerWorld(EventQueue):
+class Session:
+    """A session of the controller with one life of a holder."""
+
+    def __init__(self, world: ControllerWorld, holder: DirectedHolder) -> None:
+        self.world, self.holder, self.controller = world, holder, world
+        self.opened_s, self.clock_s = world.now, -math.inf
+
+    def report(self, event: Event) -> None:
+        """Send an event."""
+        self.world._send(self, event)
+
+    def reset(self) -> None:
+        """End it."""
+        self.world._forget(self)
+
+    replaced = reset
+
+
+class ControllerWorld(VirtualTime):
     """A cluster: hosts by id, ranks by (job, rank), and the controller if one is alive."""
 
     def __init__(
@@ -61,15 +87,20 @@ class ControllerWorld(EventQueue):
         rules: Mapping[str, Any] | None = None,
         **config: Any,
     ) -> None:
-        super().__init__()
-        self.random = random.Random(seed)
+        super().__init__(self._close)
+        self.random = self.rng = random.Random(seed)
+        self.scenario = Scenario(seed=1, hosts=0, job=JOB)
+        self.ids = itertools.count(1)
+        self.network = Network(random.Random(seed), self.at)
+        self.memories: dict[str, Memory] = {}
+        self.processes: dict[int, DirectedRank] = {}
         self.delay_s = (0.001, 0.02)  # of a message, least and most
         self.work_s = (0.01, 0.2)  # of a push or a staging, least and most
         fields = {"recovery_grace_s": 8.0, "lease_s": 1.0, "outlast_s": 1.0, "settle_s": 3.0}
         self.rules = Rules(**{**fields, **(rules or {})})
         self.config = Config(connect_timeout_s=20.0, **config).job_fields()
         self.durable = Durable()
-        self.put_digests: dict[ShardId, str] = {}
+        self.put_contents: dict[ShardId, list[bytes]] = {}
         self.notes: list[str] = []
         self.machine: ControllerMachine | None = None
         self.term = 0
@@ -77,17 +108,17 @@ class ControllerWorld(EventQueue):
         self.skew_s = 0.0  # how far the next controller's wall clock is ahead
         self.nonces = itertools.count(1)
         self._sent_s: dict[tuple[str, str], float] = {}  # (direction, host) -> when its last message arrives
-        self._sessions: dict[str, tuple[int, int]] = {}  # host -> (term, incarnation)
-        self._silent: set[str] = set()
+        self._sessions: dict[str, Session] = {}
         names = [f"h{n}" for n in range(hosts)] if isinstance(hosts, int) else list(hosts)
-        self.holders: dict[str, FakeHolder] = {}
+        self.holders: dict[str, DirectedHolder] = {}
         for name in names:
             self.add_host(name, (labels or {}).get(name, {}))
-        self.ranks: dict[tuple[str, int], FakeRank] = {}
+        self.ranks: dict[tuple[str, int], DirectedRank] = {}
         self.start_controller()
         self.every(TICK_S, lambda: self._handle(Tick()))
         self.every(BEAT_S, self._beat)
         self.every(LEASE_EVERY_S, self._renew)
+        self.every(REAP_S, self._reap)
         self.run_until(lambda: self.served.is_settled, 5.0)
 
     # -- time ---------------------------------------------------------------------------------
@@ -139,38 +170,46 @@ class ControllerWorld(EventQueue):
         if restart_after_s is not None:
             self.at(restart_after_s, self.start_controller)
 
-    def _dial(self, holder: FakeHolder) -> None:
+    def _dial(self, holder: DirectedHolder) -> None:
         self.at(self.random.uniform(*self.delay_s), lambda: self._greet(holder))
 
-    def _greet(self, holder: FakeHolder) -> None:
-        if self.machine is None or not holder.is_up or holder.host_id in self._silent:
+    def _greet(self, holder: DirectedHolder) -> None:
+        session = self._sessions.get(holder.host_id)
+        if self.machine is None or not holder.is_serving or (session is not None and session.holder is holder):
             return
-        if self._sessions.get(holder.host_id) == (self.term, holder.info.incarnation):
-            return
-        self._sessions[holder.host_id] = (self.term, holder.info.incarnation)
-        holder.term, holder.clock_s = self.term, -math.inf
-        self._send(holder, replace(holder.hello(), asked_s=self.now))
-        holder.resend_calls()
+        session = Session(self, holder)
+        if holder.accept(cast(AnySession, session)):
+            self._sessions[holder.host_id] = session
+            inventory = decode_inventory(encode(holder.hello()))
+            session.report(HostUp.of(holder.host_id, inventory, self.now))
+            holder.calls.ask_again()
 
-    def _send(self, holder: FakeHolder, event: Event) -> None:
+    def _send(self, session: Session, event: Event) -> None:
         """Send an event from a holder to the controller, in order within the session."""
-        host, session = holder.host_id, self._sessions.get(holder.host_id)
-        if session is None or not holder.is_up:
-            return
-        self._deliver("up", host, lambda: self._receive(host, session, event))
+        if self._is_open(session):
+            self._deliver("up", session.holder, lambda: self._receive(session, plain_event(event)))
 
-    def _receive(self, host: str, session: tuple[int, int], event: Event) -> None:
-        if self._sessions.get(host) == session:
-            self._handle(plain_event(event))
+    def _receive(self, session: Session, event: Event) -> None:
+        if self._is_open(session):
+            self._handle(event)
 
-    def _deliver(self, way: str, host: str, work: Callable[[], object]) -> None:
-        arrives_s = max(self.now + self.random.uniform(*self.delay_s), self._sent_s.get((way, host), 0.0))
-        self._sent_s[way, host] = arrives_s
-        self.at(arrives_s - self.now, lambda: self._unless_silent(way, host, work))
+    def _is_open(self, session: Session) -> bool:
+        return self._sessions.get(session.holder.host_id) is session
 
-    def _unless_silent(self, way: str, host: str, work: Callable[[], object]) -> None:
-        if host in self._silent:
-            self.at(0.1, lambda: self._deliver(way, host, work))  # a frozen host's messages wait in the socket
+    def _forget(self, session: Session) -> None:
+        if self._is_open(session):
+            del self._sessions[session.holder.host_id]
+        session.holder.sessions.end(cast(AnySession, session))
+
+    def _deliver(self, way: str, holder: DirectedHolder, work: Callable[[], object]) -> None:
+        place = (way, holder.host_id)
+        arrives_s = max(self.now + self.random.uniform(*self.delay_s), self._sent_s.get(place, 0.0))
+        self._sent_s[place] = arrives_s
+        self.at(arrives_s - self.now, lambda: self._unless_frozen(way, holder, work))
+
+    def _unless_frozen(self, way: str, holder: DirectedHolder, work: Callable[[], object]) -> None:
+        if holder.is_frozen:
+            self.at(0.1, lambda: self._deliver(way, holder, work))  # a frozen host's messages wait in the socket
         else:
             work()
 
@@ -183,32 +222,42 @@ class ControllerWorld(EventQueue):
             if isinstance(action, LogLine):
                 self.notes.append(f"{self.now:.2f} {action.text}")
                 continue
-            host, session = action.host_id, self._sessions.get(action.host_id)
-            if session is None:
-                continue
-            self._deliver("down", host, lambda a=action, h=host, s=session: self._arrive(a, h, s))  # type: ignore[misc]
-        for host in [h for h in self._sessions if h in self.machine.hosts.states]:
-            state = self.machine.hosts.states[host]
-            if state.status == "dead" and state.info.incarnation == self._sessions[host][1]:
-                del self._sessions[host]  # declared dead by silence: it needs a new session
+            self._send_down(action)
+        for host, session in list(self._sessions.items()):
+            state = self.machine.hosts.states.get(host)
+            if (
+                state is not None
+                and state.status == "dead"
+                and state.info.incarnation == session.holder.info.incarnation
+            ):
+                self._forget(session)  # declared dead by silence: it needs a new session
 
-    def _arrive(self, action: SendOrder | AnswerCall, host: str, session: tuple[int, int]) -> None:
-        holder = self.holders[host]
-        if self._sessions.get(host) != session or not holder.is_up:
+    def _send_down(self, action: SendOrder | AnswerCall) -> None:
+        session = self._sessions.get(action.host_id)
+        if session is not None:
+            self._deliver("down", session.holder, lambda: self._arrive(action, session))
+
+    def _arrive(self, action: SendOrder | AnswerCall, session: Session) -> None:
+        holder = session.holder
+        if not self._is_open(session) or not holder.is_up:
             return
         if isinstance(action, SendOrder):
             holder.obey(decode_order(encode(action.order)))
-            if isinstance(action.order, TakeIncarnation):
-                del self._sessions[host]  # the holder ends it, to begin again
         else:
             holder.answer(action.call_id, b"" if action.reply is None else encode(action.reply), action.error)
 
     def _beat(self) -> None:
         for host, holder in self.holders.items():
-            if host in self._sessions and host not in self._silent:
-                self._send(holder, HostBeat(host, clock_s=holder.clock_s))
+            session = self._sessions.get(host)
+            if session is not None and session.holder is holder:
+                if not holder.is_frozen:
+                    session.report(HostBeat(host, clock_s=session.clock_s))
             elif holder.is_up:
                 self._dial(holder)
+
+    def _reap(self) -> None:
+        for holder in self.holders.values():
+            holder.reap()
 
     def _renew(self) -> None:
         if self.has_lease:
@@ -216,66 +265,92 @@ class ControllerWorld(EventQueue):
 
     # -- hosts --------------------------------------------------------------------------------
 
-    def add_host(self, name: str, labels: Mapping[str, str] | None = None) -> FakeHolder:
+    def add_host(self, name: str, labels: Mapping[str, str] | None = None) -> DirectedHolder:
         """Add a machine with empty memory."""
         info = HostInfo(
             name, 1, (Endpoint(f"10.0.0.{len(self.holders)}", 7000),), machine=f"m-{name}", labels=labels or {}
         )
-        holder = FakeHolder(info, self.durable, send=self._send, peer=self._reachable, later=self._later)
-        self.holders[name] = holder
+        self.memories[name] = Memory(name, CHUNK_BYTES)
+        holder = self.holders[name] = DirectedHolder(self, info, self.memories[name])
         if self.machine is not None:
             self._dial(holder)
         return holder
 
-    def _reachable(self, host: str) -> FakeHolder | None:
-        holder = self.holders.get(host)
-        return holder if holder is not None and holder.is_up and host not in self._silent else None
+    def spawn(self, work: Thread, process: SimProcess) -> None:
+        super().spawn(work, process)
 
-    def _later(self, holder: FakeHolder, work: Callable[[], None]) -> None:
-        life = holder.info.incarnation
+    def _close(self, work: Thread) -> None:
+        states = [(m, m.is_cut) for m in self.memories.values()]
+        for memory, _ in states:
+            memory.is_cut = True
+        try:
+            work.close()
+        finally:
+            for memory, was_cut in states:
+                memory.is_cut = was_cut
 
-        def unless_dead() -> None:
-            if holder.is_up and holder.info.incarnation == life:
-                work()
+    def note(self, text: str) -> None:
+        self.notes.append(f"{self.now:.2f} {text}")
 
-        self.at(self.random.uniform(*self.work_s), unless_dead)
+    def is_alive(self, pid: int, start: int) -> bool:
+        return pid in self.processes and not self.processes[pid].is_dead
+
+    def take_incarnation(self, name: str, above: int = 0) -> int:
+        return succession.following(self.holders[name].info.incarnation, above)
 
     def kill_host(self, name: str, *, keep_memory: bool = False) -> None:
         """End a machine, or with `keep_memory` only its holder and ranks; connections reset at once."""
-        holder = self.holders[name]
-        holder.is_up = False
-        for rank in holder.ranks.values():
-            rank.is_dead = True
-        if not keep_memory:
-            holder.copies, holder.journal, holder.fences, holder.term = {}, [], {}, 0
-        if self._sessions.pop(name, None) is not None:
+        for rank in self.processes.values():
+            rank.is_dead = rank.is_dead or rank.host_id == name
+        if self._end_holder(self.holders[name], keep_memory=keep_memory):
             self._handle(HostLost(name, "connection reset"))
 
-    def return_host(self, name: str) -> None:
-        """Start a new holder on a host, with the memory that is left there."""
-        self.holders[name].restart(keep_memory=True)
+    def _end_holder(self, holder: DirectedHolder, *, keep_memory: bool) -> bool:
+        """End a holder's process; return whether it had a session."""
+        holder.is_up, holder.memory.is_cut = False, True
+        if not keep_memory:
+            holder.memory.wipe()
+        for other in self.holders.values():
+            for shard, name, *_ in [key for key in other.replicas.index.incoming if key[1] == holder.host_id]:
+                other.replicas.abort_incoming(name, shard)
+        session = self._sessions.get(holder.host_id)
+        if session is None:
+            return False
+        self._forget(session)
+        return True
+
+    def return_host(self, name: str, *, keep_memory: bool = True) -> None:
+        """Start a new holder on a host, with the memory that is left there, or with none."""
+        former = self.holders[name]
+        if former.is_up:
+            self._end_holder(former, keep_memory=keep_memory)
+        elif not keep_memory:
+            former.memory.wipe()
+        info = replace(former.info, incarnation=self.take_incarnation(name))
+        self.holders[name] = DirectedHolder(self, info, former.memory, former)
         self._dial(self.holders[name])
 
     def silence(self, name: str) -> None:
         """Let a host hang: no message goes in or out, and no connection resets."""
-        self._silent.add(name)
+        self.holders[name].is_frozen = True
 
     def thaw(self, name: str) -> None:
         """Let a host that hangs go on."""
-        self._silent.discard(name)
+        self.holders[name].is_frozen, self.holders[name].thawed_s = False, self.now
 
     # -- ranks --------------------------------------------------------------------------------
 
     def join(
         self, rank: int, world_size: int, key: str | None, *, host: str | None = None, job: str = JOB, **more: Any
-    ) -> FakeRank:
+    ) -> DirectedRank:
         """Start a process and let it connect; its answers come later."""
         name = host or sorted(h for h, x in self.holders.items() if x.is_up)[rank % self._up_count()]
-        process = FakeRank(job, rank, name, f"n{next(self.nonces)}", key)
+        process = DirectedRank(self, job, rank, name, key)
+        process.world_size = world_size
         self.ranks[job, rank] = process
-        self.holders[name].ranks[process.nonce] = process
+        self.processes[process.pid] = process
+        process.connect(self.holders[name])
         body = {
-            "job": job,
             "rank": rank,
             "world_size": world_size,
             "nonce": process.nonce,
@@ -285,13 +360,13 @@ class ControllerWorld(EventQueue):
             "config": self.config,
             **more,
         }
-        self.holders[name].call(process, request_of("join", body))
+        process.ask("join", **body)
         return process
 
     def _up_count(self) -> int:
         return sum(h.is_up for h in self.holders.values())
 
-    def launch(self, world_size: int = 3, key: str | None = None, *, job: str = JOB, **more: Any) -> list[FakeRank]:
+    def launch(self, world_size: int = 3, key: str | None = None, *, job: str = JOB, **more: Any) -> list[DirectedRank]:
         """Start all ranks of a launch, spread over the live hosts; return at their answers or after 15 s."""
         old = [self.ranks[k] for k in list(self.ranks) if k[0] == job]
         for rank in old:
@@ -301,24 +376,28 @@ class ControllerWorld(EventQueue):
         self.run_until(lambda: all(r.answers.get("join") or r.errors.get("join") for r in ranks), 15.0)
         return ranks
 
-    def kill_rank(self, rank: FakeRank, *, has_left: bool = False) -> None:
+    def kill_rank(self, rank: DirectedRank, *, has_left: bool = False) -> None:
         """End a process; its holder proves that by the pid, or it said that it leaves and lives."""
         if rank.is_dead:
             return
-        rank.is_dead = True
         holder = self.holders[rank.host_id]
-        for call_id in [c for c, (nonce, _) in holder.calls.items() if nonce == rank.nonce]:
-            del holder.calls[call_id]
-        self._send(holder, Received(rank.host_id, ProcessGone(nonce=rank.nonce, has_left=has_left)))
+        if has_left:
+            holder.spawn(self._leave(holder, rank))
+            return
+        rank.is_dead = True
+        holder.reap()
 
-    def call(self, rank: FakeRank, verb: str, **body: Any) -> None:
+    def _leave(self, holder: DirectedHolder, rank: DirectedRank) -> Thread:
+        yield from finish(links.leave(holder.io, holder.state, cast(RankLink, rank.link), has_left=True))
+        rank.is_dead = True
+
+    def call(self, rank: DirectedRank, verb: str, /, **body: Any) -> None:
         """Send a rank's question to the controller."""
-        base = {"job": rank.job, "attempt": rank.attempt, "rank": rank.rank}
-        self.holders[rank.host_id].call(rank, request_of(verb, base, **body))
+        rank.ask(verb, **body)
 
     def get(
         self,
-        ranks: Sequence[FakeRank],
+        ranks: Sequence[DirectedRank],
         step: int | None = None,
         *,
         limit_s: float = 60.0,
@@ -338,7 +417,7 @@ class ControllerWorld(EventQueue):
         )
         return [{"error": r.error("get")} if r.errors.get("get") else _last(r.answers.get("get")) for r in ranks]
 
-    def reserve(self, ranks: Sequence[FakeRank]) -> None:
+    def reserve(self, ranks: Sequence[DirectedRank]) -> None:
         """Do the collective reservation of the first put."""
         for rank in ranks:
             self.call(rank, "reserve", slots=CHUNKS)
@@ -346,22 +425,17 @@ class ControllerWorld(EventQueue):
         for rank in ranks:
             rank.has_room = bool(rank.answers.get("reserve"))
 
-    def put(self, rank: FakeRank, step: int) -> None:
+    def put(self, rank: DirectedRank, step: int) -> None:
         """Let a rank hand a step over; below its resume step it skips by itself (R12)."""
         holder = self.holders[rank.host_id]
         if rank.is_dead or not holder.is_up or rank.is_fenced:
             return
         rank.tickets[step] = "pending"
-        if step < rank.resume_step:
-            rank.tickets[step] = "skipped"
-            return
-        shard = ShardId(rank.job, rank.attempt, step, rank.rank)
-        digest = digest_of(rank.job, rank.attempt, step, rank.rank, rank.nonce)
-        self.put_digests.setdefault(shard, digest)
-        join = rank.answers["join"][-1]
-        holder.seal(rank, step, ShardSpec(digest, CHUNKS * 64, 64, CHUNKS, int(join["world_size"])))
+        self.spawn(rank._put(step), rank)
 
-    def put_all(self, ranks: Sequence[FakeRank], step: int, *, until: str = "committed", limit_s: float = 20.0) -> bool:
+    def put_all(
+        self, ranks: Sequence[DirectedRank], step: int, *, until: str = "committed", limit_s: float = 20.0
+    ) -> bool:
         """Put a step on all ranks, after a reservation if there is none; say whether every ticket came to `until`."""
         if not all(rank.has_room for rank in ranks):
             self.reserve(ranks)
@@ -369,7 +443,7 @@ class ControllerWorld(EventQueue):
             self.put(rank, step)
         return self.run_until(lambda: all(rank.tickets.get(step) == until for rank in ranks), limit_s)
 
-    def skip(self, rank: FakeRank, step: int, *, is_failed: bool = False) -> None:
+    def skip(self, rank: DirectedRank, step: int, *, is_failed: bool = False) -> None:
         """Let a rank skip a step, because it has no room or its put failed."""
         rank.tickets[step] = "skipped"
         self.call(rank, "skip", step=step, is_failed=is_failed, why="its state was changed" if is_failed else "no room")
@@ -390,9 +464,7 @@ class ControllerWorld(EventQueue):
     def holders_of(self, step: StepId, rank: int, job: str = JOB) -> list[str]:
         """Return the live hosts that have a whole copy in truth."""
         shard = ShardId(job, step.attempt, step.step, rank)
-        return sorted(
-            h for h, x in self.holders.items() if x.is_up and shard in x.copies and not x.copies[shard].missing
-        )
+        return sorted(h for h, x in self.holders.items() if x.is_up and shard in x.held and not x.held[shard].missing)
 
     def check_restored(self, answers: Sequence[Body]) -> None:
         """Raise AssertionError unless one step came back on all ranks with the bytes that were put (promise 3)."""
@@ -401,8 +473,7 @@ class ControllerWorld(EventQueue):
         for answer in answers:
             if answer.get("step") is not None:
                 job, attempt, step, rank = answer["shard"]
-                put = self.put_digests[ShardId(job, attempt, step, rank)]
-                assert answer["digest"] == put, f"rank {rank} got {answer['digest']}, put {put}"
+                assert answer["bytes"] == self.put_contents[ShardId(job, attempt, step, rank)]
 
 
 def describe(world: ControllerWorld) -> str:

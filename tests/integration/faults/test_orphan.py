@@ -102,7 +102,7 @@ def test_a_forgotten_job_is_dropped_and_a_get_says_so() -> None:
     assert "train" in world.served.jobs
     world.run(20.0)
     assert "train" not in world.served.jobs
-    assert not any(holder.copies for holder in world.holders.values())
+    assert not any(holder.held for holder in world.holders.values())
     dropped = [x for x in world.served.parts.recorder.recent_events.since(0) if x.event == "dropped"]
     assert [x.job for x in dropped] == ["train"]
     [said] = [text for text in world.notes if "are dropped from RAM" in text]
@@ -159,7 +159,7 @@ def test_what_is_in_use_stays(case: str) -> None:
     world.run(1500.0)
     assert "train" in world.served.jobs
     if case == "one host is absent":
-        world.holders["h2"].restart(keep_memory=True)
+        world.return_host("h2")
         world.run(5.0)
     assert restored(world) == [4, 4, 4]
 
@@ -172,7 +172,7 @@ def test_the_ten_minutes_begin_again_with_a_host_that_died_meanwhile() -> None:
     world.kill_host("h2", keep_memory=True)
     world.run(720.0)
     assert "train" in world.served.jobs
-    world.holders["h2"].restart(keep_memory=True)
+    world.return_host("h2")
     world.run(590.0)
     assert "train" in world.served.jobs
     world.run(30.0)

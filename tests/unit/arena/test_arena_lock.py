@@ -269,15 +269,15 @@ def is_back(world: ControllerWorld) -> bool:
 def test_a_host_whose_folder_was_lost_is_back_at_once(is_taken_over: bool) -> None:
     """Its holder begins with a lower number: the controller refuses it aloud, it takes the next, and commits go on."""
     world, ranks = trained(3, last=2)
-    holder = world.holders["h2"]
     for _ in range(3):
         world.kill_host("h2", keep_memory=True)
-        holder.restart(keep_memory=True)
+        world.return_host("h2")
         assert world.run_until(lambda: is_back(world), 5.0)
-    before = holder.info.incarnation
+    before = world.holders["h2"].info.incarnation
     world.kill_host("h2", keep_memory=True)
-    holder.restart(keep_memory=True)
-    holder.info = replace(holder.info, incarnation=1)
+    world.return_host("h2")
+    holder = world.holders["h2"]
+    holder.state.info = replace(holder.info, incarnation=1)
     if is_taken_over:  # the host shows itself twice while the new controller gathers: the later life counts
         world.crash_controller()
     assert world.run_until(lambda: is_back(world), 10.0)

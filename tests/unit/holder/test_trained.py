@@ -7,7 +7,7 @@ from typing import Any
 
 from memstore.core.wire.messages import HostBeat
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
-from memstore.testing.controller.holder import FakeRank
+from memstore.testing.controller.holder import DirectedRank
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import ControllerWorld
 from memstore.testing.ranks.fleet import Fleet
@@ -17,11 +17,11 @@ from memstore.testing.ranks.rank_process import RankNursery, together
 def report(world: ControllerWorld, host: str, step: int, attempt: int = 1) -> None:
     """A heartbeat that says which step a host's ranks train."""
     world._handle(
-        HostBeat(host, clock_s=world.holders[host].clock_s, trained={"train": (attempt, step), "other": (1, 99)})
+        HostBeat(host, clock_s=world._sessions[host].clock_s, trained={"train": (attempt, step), "other": (1, 99)})
     )
 
 
-def ask(world: ControllerWorld, rank: FakeRank, verb: str, **body: Any) -> dict[str, Any]:
+def ask(world: ControllerWorld, rank: DirectedRank, verb: str, **body: Any) -> dict[str, Any]:
     """A question to the controller."""
     count = len(rank.answers.get(verb, ()))
     world.call(rank, verb, **body)

@@ -20,8 +20,7 @@ from memstore.core.wire.messages import (
     Tick,
 )
 from memstore.core.wire.orders import DropJob, FreeCopies, decode_order
-from memstore.core.wire.reports import FactsWritten, HostInventory
-from memstore.testing.controller.holder import plain_event
+from memstore.core.wire.reports import FactsWritten, HostInventory, Report
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.world.network import Stream
 from memstore.testing.simulator.world.processes import AnyHolder
@@ -31,6 +30,14 @@ decode_inventory: Decoder[HostInventory] = Decoder(HostInventory)
 DIAL_S = 0.2
 LEASE_S = 2.0
 WALL_S = 1e9  # the clock of Ray, which is right
+
+
+decode_report: Decoder[Report] = Decoder(Report)
+
+
+def plain_event(event: Event) -> Event:
+    """Return the event as the controller reads it from a socket."""
+    return Received(event.host_id, decode_report(encode(event.message))) if isinstance(event, Received) else event
 
 
 class SimSession:

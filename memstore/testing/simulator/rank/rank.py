@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 
+from memstore.client.ticket import LEVELS
 from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import Manifest, chunk_digest
 from memstore.core.wire.calls import RankCall, SkipStep
 from memstore.core.wire.orders import StepLevel
 from memstore.core.wire.rank_messages import AttemptFenced, HolderEvent, PutReady, PutTerms, SlotSample, SlotsLeased
 from memstore.core.wire.replies import Joined, Noted, NothingStored, Skipped, StepAgreed
-from memstore.testing.controller.holder import LEVELS
 from memstore.testing.requests import request_of
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.world.memory import Memory
@@ -65,6 +65,7 @@ class SimRank:
         self.differs = 0  # so many of its next puts differ from those of ranks with the same shard
         self.raises = 0  # so many of its next puts raise before their copy
         self.why = ""  # why it ended
+        self.stall_s = 0.0  # for how long it says that a put has blocked
         self.layout = b""  # of what it puts
 
     @property
@@ -131,10 +132,14 @@ class SimRank:
 
     def ask(self, verb: str, **body: Any) -> int:
         """Send a question to the controller; return its id in `replies`."""
-        call_id = next(self.call_ids)
         who = {"job": self.job, "attempt": self.attempt, "rank": self.rank}
         who = {name: value for name, value in who.items() if name not in body}
-        request = self.calls[call_id] = request_of(verb, who, **body)
+        return self.relay(request_of(verb, who, **body))
+
+    def relay(self, request: RankCall) -> int:
+        """Send a question to the controller; return its id in `replies`."""
+        call_id = next(self.call_ids)
+        self.calls[call_id] = request
         self._send(lambda holder: holder.call(self, call_id, request))
         return call_id
 
@@ -351,7 +356,7 @@ class SimRank:
             sample=SlotSample(seed=0, digests=b"".join(bytes(self.mapping[slot]) for slot in slots)),
             layout=self.layout,
             nbytes=len(slots) * memory.chunk_bytes,
-            stall_s=0.0,
+            stall_s=self.stall_s,
             digests=digests,
         )
         self.unsealed_puts[self.attempt, step] = ready

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 
 from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.wire.calls import Called
-from memstore.core.wire.messages import HostUp, Received
+from memstore.core.wire.messages import Received
 from memstore.core.wire.reports import RankArrived
-from memstore.testing.controller.holder import FakeHolder, FakeRank
+from memstore.testing.controller.holder import DirectedRank
 from memstore.testing.controller.world import JOB, ControllerWorld
 from memstore.testing.requests import request_of
 
@@ -181,7 +179,7 @@ def test_a_newer_generation_or_another_launch_takes_the_place_of_a_generation(ke
     assert [rank.attempt for rank in ranks] == [1, 1]
 
 
-def join_again(world: ControllerWorld, rank: FakeRank, world_size: int, key: str | None) -> None:
+def join_again(world: ControllerWorld, rank: DirectedRank, world_size: int, key: str | None) -> None:
     """The process connects once more, without having closed."""
     body = {
         "job": JOB,
@@ -193,7 +191,7 @@ def join_again(world: ControllerWorld, rank: FakeRank, world_size: int, key: str
         "launcher": "launcher",
         "config": world.config,
     }
-    world.holders[rank.host_id].call(rank, request_of("join", body))
+    rank.ask("join", **body)
 
 
 def test_another_world_size_from_the_same_process_begins_another_launch() -> None:
@@ -292,7 +290,7 @@ def test_a_removed_job_forgets_all_who_waits() -> None:
     world.run(2.0)
     assert "was removed" in ranks[0].error("get")
     assert world.served.jobs == {}
-    assert all(not holder.copies for holder in world.holders.values())
+    assert all(not holder.held for holder in world.holders.values())
     again = world.launch(2)
     assert [r.attempt for r in again] == [2, 2]
 
@@ -312,28 +310,15 @@ def test_rewinding_ranks_must_name_the_same_step(rank: int) -> None:
     assert "another rank rewinds" in ranks[rank].error("rewind")
 
 
-def learns_of_living_ranks(world: ControllerWorld, ranks: list[FakeRank]) -> None:
-    """From now on holders say at each session's begin whose processes live, as the real ones do."""
-
-    def hello(holder: FakeHolder) -> HostUp:
-        living = tuple(r.nonce for r in ranks if r.host_id == holder.host_id and not r.is_dead)
-        return HostUp(holder.info, tuple(holder.copies.values()), tuple(holder.journal), living)
-
-    for holder in world.holders.values():
-        holder.hello = partial(hello, holder)  # type: ignore[method-assign]
-
-
 @pytest.mark.parametrize("new", ["controller", "holder"])
 def test_a_rank_that_died_unseen_does_not_count_as_alive(new: str) -> None:
     """Its host cannot prove dead a process that it never saw: status and rm go by those that it knows (R20)."""
     world = ControllerWorld(3)
     ranks = world.launch(3, "k")
     world.get(ranks)
-    learns_of_living_ranks(world, ranks)
-    for rank in ranks[:2]:
-        rank.is_dead = True  # no process reports it
     if new == "controller":
-        world.crash_controller()
+        world.crash_controller(restart_after_s=2.0)
+        ranks[0].is_dead = ranks[1].is_dead = True  # it is reported to no controller
     else:
         for host in ("h0", "h1"):
             world.kill_host(host, keep_memory=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from memstore.testing.controller.holder import FakeRank
+from memstore.testing.controller.holder import DirectedRank
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import ControllerWorld
 
 NAN = "ValueError: the loss is NaN"
 
 
-def leave(world: ControllerWorld, ranks: list[FakeRank], error: str = NAN) -> None:
+def leave(world: ControllerWorld, ranks: list[DirectedRank], error: str = NAN) -> None:
     for rank in ranks:
         world.call(rank, "close", error=error)
     world.run(1.0)

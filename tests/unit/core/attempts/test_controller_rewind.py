@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from memstore.testing.controller.holder import FakeRank
+from memstore.testing.controller.holder import DirectedRank
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import JOB, ControllerWorld
 from recovery.inventory import StepId
 
 
-def rewind(world: ControllerWorld, ranks: list[FakeRank], step: int, attempt: int | None = None) -> str:
+def rewind(world: ControllerWorld, ranks: list[DirectedRank], step: int, attempt: int | None = None) -> str:
     """All ranks rewind; return the error that all of them got, or ""."""
     for rank in ranks:
         rank.answers.pop("rewind", None)
@@ -95,7 +95,7 @@ def test_a_retired_step_and_a_lost_one_are_refused() -> None:
     world.run(1.0)
     assert "is retired: the training dies of it" in rewind(world, ranks, 2)
     for holder in world.holders.values():
-        lost = [shard for shard in holder.copies if shard.step == 1 and shard.rank == 2]
+        lost = [shard for shard in holder.held if shard.step == 1 and shard.rank == 2]
         if lost:
             holder.lose(*lost)
     world.run(0.1)

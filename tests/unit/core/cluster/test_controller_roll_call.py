@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from memstore.core.wire.orders import ListMarkers
-from memstore.testing.controller.holder import FakeRank
+from memstore.testing.controller.holder import DirectedRank
 from memstore.testing.controller.world import ControllerWorld
 
 
-def found(world: ControllerWorld, rank: FakeRank, verb: str) -> dict[str, Any] | None:
+def found(world: ControllerWorld, rank: DirectedRank, verb: str) -> dict[str, Any] | None:
     """Ask which ranks have come to a call."""
     world.call(rank, "roll_call", of=verb)
     world.run(0.5)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
+from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.messages import Received, SendOrder
-from memstore.core.wire.orders import StepLevel
-from memstore.core.wire.reports import FactsWritten
+from memstore.core.wire.orders import PushTargets, StepLevel
+from memstore.core.wire.reports import FactsWritten, Sealed
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import ControllerWorld
-from recovery.inventory import StepId
+from recovery.inventory import ShardId, StepId
 from recovery.planner import plan
 
 RACKS = {f"h{n}": {"rack": f"r{n // 2}"} for n in range(4)}
@@ -58,7 +60,7 @@ def test_no_ticket_rises_before_the_fact_has_spread() -> None:
         world.put(rank, 1)
     world.run(3.0)
     assert world.job().attempts[1].steps[1] == "committing"
-    assert {r.tickets[1] for r in ranks} == {"sealed"}
+    assert {r.tickets[1] for r in ranks} == {"replicated"}
     actions = handle(world.now, acks[0])
     assert any(
         isinstance(a, SendOrder) and isinstance(a.order, StepLevel) and a.order.level == "committed" for a in actions
@@ -189,18 +191,16 @@ def test_copies_of_other_bytes_do_not_count() -> None:
     ranks = world.launch(2)
     world.get(ranks)
     world.reserve(ranks)
-    world.holders["h0"].targets["train"] = []
-    world.holders["h1"].targets["train"] = []
     for holder in world.holders.values():
+        holder.carry_out(PushTargets(job="train", attempt=1, targets=(), ranks=()))
         holder.refuses_copies = "wait"
     world.put(ranks[0], 1)
     world.run(0.5)
     assert world.job().attempts[1].steps[1] == "open"
+    copy = WireCopy.of(world.holders["h0"].held[ShardId("train", 1, 1, 0)])
+    other = structs.replace(copy, spec=structs.replace(copy.spec, digest="0" * 32))
+    world._handle(Received("h1", Sealed(copy=other, put=None)))
     world.put(ranks[1], 1)
-    impostor = world.join(0, 2, "x", host="h1")
-    impostor.attempt = 1
-    impostor.answers["join"] = ranks[0].answers["join"]
-    world.put(impostor, 1)
     world.run(3.0)
     assert StepId(1, 1) not in world.job().commits
 

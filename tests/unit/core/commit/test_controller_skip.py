@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from memstore.core.wire.orders import StepLevel, WriteJournal
-from memstore.testing.controller.holder import FakeRank
+from memstore.testing.controller.holder import DirectedRank
 from memstore.testing.controller.world import ControllerWorld
 from recovery.inventory import StepId
 
 
-def trained(hosts: int = 2, **config: object) -> tuple[ControllerWorld, list[FakeRank]]:
+def trained(hosts: int = 2, **config: object) -> tuple[ControllerWorld, list[DirectedRank]]:
     """A job that has asked for its past and reserved its room."""
     world = ControllerWorld(hosts, **config)
     ranks = world.launch(hosts)
@@ -34,7 +34,7 @@ def test_a_step_one_rank_skips_is_abandoned_everywhere() -> None:
     assert world.put_all(ranks, 2)
 
 
-def skip_row(world: ControllerWorld, rank: FakeRank) -> tuple[str, str]:
+def skip_row(world: ControllerWorld, rank: DirectedRank) -> tuple[str, str]:
     """Return what status says of skipped steps, and what to do."""
     world.call(rank, "status")
     world.run(0.5)
@@ -215,7 +215,7 @@ def test_no_rank_is_sent_a_skip_before_its_fact_is_replicated() -> None:
     world.kill_host("h3", keep_memory=True)
     world.return_host("h3")
     world.run(0.5)
-    assert ranks[0].tickets[3] == "sealed"
+    assert ranks[0].tickets[3] == "replicated"
     assert world.holders_of(StepId(1, 3), 0)
     given_up = [order for holder in world.holders.values() for order in holder.received(StepLevel)]
     assert {order.step for order in given_up if order.level == "skipped"} == {1}
@@ -271,9 +271,9 @@ def test_alternate_skipping_under_steady_overload_still_commits(step_s: float, s
     assert not any(job.is_abandoned(step) for step in job.commits)
 
 
-def room(world: ControllerWorld, rank: FakeRank) -> bool:
+def room(world: ControllerWorld, rank: DirectedRank) -> bool:
     """A rank has room for keep_steps + 1 versions on its host (R10)."""
-    mine = [s for s in world.holders[rank.host_id].copies if s.rank == rank.rank]
+    mine = [s for s in world.holders[rank.host_id].held if s.rank == rank.rank]
     return len(mine) < 2
 
 

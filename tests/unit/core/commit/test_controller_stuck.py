@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,22 +16,15 @@ from memstore.core.arena.slot_table import PeerShare
 from memstore.core.cluster.facts import StepSkipped
 from memstore.core.journal.records import Entry
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.orders import PushCopy, Reserve
+from memstore.core.wire.orders import FreeCopies, PushCopy, Reserve
 from memstore.core.wire.peer_messages import Done, Offer
 from memstore.errors import CapacityError
 from memstore.shell.arena.arena import open_store
 from memstore.shell.peer.server import INCOMING_IDLE_S, PeerServer
 from memstore.testing.clusters.scratch_folder import scratch_folder
-from memstore.testing.controller.holder import FakeHolder
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import JOB
 from recovery.inventory import ShardId, StepId
-
-
-def lose_chunk(holder: FakeHolder, shard: ShardId) -> None:
-    """A scrub finds a chunk of a copy damaged."""
-    holder.copies[shard] = replace(holder.copies[shard], missing=frozenset({1}))
-    holder.keep(holder.copies[shard])
 
 
 def test_an_open_step_whose_owner_lost_a_chunk_is_repaired_from_a_peer() -> None:
@@ -40,7 +32,7 @@ def test_an_open_step_whose_owner_lost_a_chunk_is_repaired_from_a_peer() -> None
     world, ranks = trained(2, 2)
     world.put(ranks[0], 2)
     world.run(3.0)
-    lose_chunk(world.holders["h0"], ShardId(JOB, 1, 2, 0))
+    world.holders["h0"].damage(ShardId(JOB, 1, 2, 0))
     world.run(3.0)
     world.put(ranks[1], 2)
     assert world.run_until(lambda: ranks[1].tickets[2] == "committed", 20.0)
@@ -71,9 +63,9 @@ def test_an_open_step_with_a_chunk_that_no_process_has_is_given_up() -> None:
     world.run(3.0)
     for holder in world.holders.values():
         holder.refuses_copies = "no room"  # nothing repairs it meanwhile
-        lose_chunk(holder, ShardId(JOB, 1, 2, 0))
+        holder.damage(ShardId(JOB, 1, 2, 0))
     world.run(8.0)
-    assert [ranks[0].tickets[2], world.holders["h0"].copies.get(ShardId(JOB, 1, 2, 0))] == ["skipped", None]
+    assert [ranks[0].tickets[2], world.holders["h0"].held.get(ShardId(JOB, 1, 2, 0))] == ["skipped", None]
     for holder in world.holders.values():
         holder.refuses_copies = ""
     assert world.put_all(ranks, 3)
@@ -87,10 +79,10 @@ def test_damage_that_only_an_inventory_tells_is_seen_too() -> None:
     shard = ShardId(JOB, 1, 2, 0)
     world.crash_controller()
     for holder in world.holders.values():
-        if shard in holder.copies:
-            holder.copies[shard] = replace(holder.copies[shard], missing=frozenset({1}))
+        if shard in holder.held:
+            holder.damage(shard)
     world.run(20.0)
-    assert shard not in world.holders["h0"].copies
+    assert shard not in world.holders["h0"].held
     assert world.put_all(ranks, 3)
 
 
@@ -137,20 +129,24 @@ def test_a_skip_that_only_a_late_host_remembers_frees_the_copies_elsewhere() -> 
 def test_a_step_that_retention_dropped_is_not_rebuilt() -> None:
     """One host missed the order to drop an old step: nothing is copied from it, and a restore's first put frees it."""
     world, _ = trained(3, 3, last=1)
-    old = world.holders["h0"].copies[ShardId(JOB, 1, 1, 0)]
+    old = ShardId(JOB, 1, 1, 0)
+    world.holders["h0"].instead[FreeCopies] = lambda order: None  # as if the order had died with a session
     ranks = [r for _, r in sorted(world.ranks.items())]
     assert world.put_all(ranks, 2)
     world.run(2.0)
-    world.holders["h0"].copies[old.shard] = old  # as if the order had died with a session
+    assert old in world.holders["h0"].held
     world.crash_controller()
+    for holder in world.holders.values():
+        holder.orders.clear()
+    world.holders["h0"].instead.clear()
     world.run(12.0)
     pushed = [order.shard.id for holder in world.holders.values() for order in holder.received(PushCopy)]
-    assert old.shard not in pushed
+    assert old not in pushed
     ranks = world.launch(3)
     world.get(ranks)
     assert world.put_all(ranks, 3)
     world.run(2.0)
-    assert old.shard not in world.holders["h0"].copies
+    assert old not in world.holders["h0"].held
 
 
 def test_an_uncommitted_step_of_an_older_attempt_goes_when_its_host_returns() -> None:
@@ -162,17 +158,16 @@ def test_an_uncommitted_step_of_an_older_attempt_goes_when_its_host_returns() ->
     world.put(ranks[0], 2)
     world.run(1.0)
     shard = ShardId(JOB, 1, 2, 0)
-    kept = world.holders["h0"].copies[shard]
     world.kill_host("h0", keep_memory=True)
     hosts = ["h1", "h2", "h1"]
     ranks = [world.join(r, 3, "again", host=hosts[r], launcher="launcher") for r in range(3)]
     world.run(8.0)
     world.get(ranks)
     assert world.put_all(ranks, 3)
-    world.holders["h0"].copies[shard] = kept
+    assert shard in world.holders["h0"].held
     world.return_host("h0")
     world.run(5.0)
-    assert shard not in world.holders["h0"].copies
+    assert shard not in world.holders["h0"].held
 
 
 def test_a_host_that_had_no_room_when_it_joined_is_asked_again() -> None:
@@ -191,7 +186,7 @@ def test_a_host_that_had_no_room_when_it_joined_is_asked_again() -> None:
     assert asked
     world.run(6.0)
     assert len(holder.received(Reserve)) > asked
-    holder.refuses_room = ""
+    world.holders["h1"].refuses_room = ""
     world.run(12.0)
     asked = len(holder.received(Reserve))
     world.run(12.0)
@@ -201,15 +196,13 @@ def test_a_host_that_had_no_room_when_it_joined_is_asked_again() -> None:
 def test_an_open_step_does_not_wait_for_ever_for_a_host_that_died_often() -> None:
     """Its push broke with the host's last death, and repair trusts it with no second copy: the open step goes on."""
     world, ranks = trained(2, 2)
-    holder = world.holders["h0"]
     for step in range(2, 9):
-        linked = dict(holder.ranks)
         world.kill_host("h0", keep_memory=True)
         world.put(ranks[1], step)  # its push to h0 breaks
         world.run(0.5)
         world.return_host("h0")
-        holder.ranks = linked  # only the holder had died: rank 0 has connected again
-        ranks[0].is_dead = False
+        ranks[0].is_dead = False  # only the holder had died: rank 0 has connected again
+        ranks[0].connect(world.holders["h0"])
         world.run(2.0)
         world.put(ranks[0], step)
         assert world.run_until(lambda s=step: ranks[0].tickets[s] == "committed", 20.0), step  # type: ignore[misc]

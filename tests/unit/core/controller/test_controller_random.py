@@ -10,7 +10,7 @@ import random
 import pytest
 
 from memstore.core.cluster.facts import StepCommitted
-from memstore.testing.controller.holder import FakeRank
+from memstore.testing.controller.holder import DirectedRank
 from memstore.testing.controller.world import JOB, ControllerWorld, describe
 from recovery.inventory import StepId
 from recovery.planner import plan
@@ -34,7 +34,7 @@ class History:
             keep_steps=self.random.choice([1, 2]),
             rules={"max_restores": 50},
         )
-        self.ranks: list[FakeRank] = []
+        self.ranks: list[DirectedRank] = []
         self.step = 0
         self.down: list[str] = []
         self.newest: StepId | None = None  # newest commit seen along the lineage
@@ -140,7 +140,7 @@ class History:
         job = world.job()
         newest = max(job.commits)
         assert not job.commits[newest].is_degraded or self.replicas > self.hosts_count
-        held = {(shard, host) for host, holder in world.holders.items() for shard in holder.copies}
+        held = {(shard, host) for host, holder in world.holders.items() for shard in holder.held}
         known = {(c.shard, h) for ranks in job.copies.values() for hosts in ranks.values() for h, c in hosts.items()}
         assert held == known, f"held only {sorted(held - known)[:3]}, known only {sorted(known - held)[:3]}"
         by_host = {(s, r, h) for h, steps in job.on_host.items() for s, ranks in steps.items() for r in ranks}

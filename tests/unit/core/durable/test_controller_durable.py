@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 
 from memstore.core.durable.writes import FAILED_AGAIN_S
 from memstore.core.schedule.put_interval import optimal_interval_s
 from memstore.core.wire.orders import ListMarkers
-from memstore.testing.controller.durable import list_markers
-from memstore.testing.controller.holder import FakeHolder, FakeRank
+from memstore.testing.controller.holder import WRITES, DirectedRank
 from memstore.testing.controller.trained import written
 from memstore.testing.controller.world import ControllerWorld
-from memstore.testing.requests import request_of
 from recovery.inventory import StepId
 
 
@@ -21,7 +17,7 @@ def forget_ram(world: ControllerWorld) -> None:
     """All machines lose power; empty ones come up."""
     for host in list(world.holders):
         world.kill_host(host)
-        world.holders[host].restart(keep_memory=False)
+        world.return_host(host, keep_memory=False)
     world.crash_controller()
     world.run(6.0)
 
@@ -62,11 +58,8 @@ def test_a_new_controller_writes_no_step_before_it_knows_what_storage_has() -> N
     """Else it writes a durable step once more, and the first step of the next launch waits for the distance between."""
     world, _ = written(durable_every="30min")
 
-    def list_slowly(holder: FakeHolder, order: ListMarkers) -> None:
-        world.at(2.0, lambda: list_markers(holder, order))
-
     for holder in world.holders.values():
-        holder.instead[ListMarkers] = partial(list_slowly, holder)
+        holder.delay(2.0, ListMarkers)
     world.crash_controller()
     world.run(10.0)
     ranks = world.launch(2)
@@ -76,12 +69,12 @@ def test_a_new_controller_writes_no_step_before_it_knows_what_storage_has() -> N
     assert sorted(world.durable.markers) == [("train", 1, 1), ("train", 2, 2)]
 
 
-def join_on_a_blank_host(world: ControllerWorld, *, knows_job: bool) -> list[FakeRank]:
+def join_on_a_blank_host(world: ControllerWorld, *, knows_job: bool) -> list[DirectedRank]:
     """All machines restarted, and h0 came without its copies: both ranks of a launch there connect."""
     journal = list(world.holders["h0"].journal)
     world.kill_host("h0")
     world.crash_controller()
-    world.holders["h0"].journal = journal if knows_job else []
+    world.memories["h0"].journal = journal if knows_job else []
     world.return_host("h0")
     world.run(3.0)
     ranks = [world.join(rank, 2, "k", host="h0") for rank in range(2)]
@@ -198,7 +191,7 @@ def test_a_failed_write_is_reported_and_training_goes_on() -> None:
 
 def written_by(world: ControllerWorld, step: int) -> dict[tuple[int, int], list[str]]:
     """(rank, slice) -> the hosts that wrote it."""
-    return {(s.rank, number): hosts for (s, _, number), hosts in world.durable.slices.items() if s.step == step}
+    return {(s.rank, number): hosts for (s, number), hosts in world.durable.writers.items() if s.step == step}
 
 
 def test_the_last_step_of_a_run_is_tried_again_when_its_write_failed() -> None:
@@ -245,7 +238,7 @@ def test_what_a_dead_writer_owed_another_holder_writes_and_nothing_twice() -> No
 def test_a_slice_that_one_host_cannot_write_another_does() -> None:
     """A host without a way to the storage fails; the write goes on at the other, and status has no problem."""
     world, ranks = written()
-    world.holders["h1"].durable_problem = "no route"
+    world.durable.problems["h1"] = "no route"
     assert world.put_all(ranks, 2)
     assert world.run_until(lambda: ranks[0].tickets[2] == "durable", 10.0)
     assert set(map(tuple, written_by(world, 2).values())) == {("h0",)}
@@ -266,8 +259,7 @@ def test_when_storage_cannot_keep_up_the_newest_committed_step_wins() -> None:
     """Writes that take longer than the steps are abandoned slice by slice for newer ones; in the end one is whole."""
     world, ranks = written(keep_steps=2)
     for holder in world.holders.values():
-        write = holder._persist
-        holder._persist = lambda body, write=write: world.at(2.5, lambda: write(body))  # type: ignore[method-assign]
+        holder.delay(2.5, *WRITES)
     for step in range(2, 12):
         assert world.put_all(ranks, step)
         world.run(1.0)
@@ -283,7 +275,7 @@ def test_when_storage_cannot_keep_up_the_newest_committed_step_wins() -> None:
 def test_a_host_whose_way_to_the_storage_hangs_is_done_without() -> None:
     """One holder writes nothing and says nothing: the next write is the other's alone, and steps become durable."""
     world, ranks = written(keep_steps=2)
-    world.holders["h1"]._persist = lambda body: None  # type: ignore[method-assign]
+    world.holders["h1"].instead.update(dict.fromkeys(WRITES, lambda order: None))
     for step in range(2, 9):
         assert world.put_all(ranks, step)
         world.run(2.0)
@@ -291,7 +283,7 @@ def test_a_host_whose_way_to_the_storage_hangs_is_done_without() -> None:
     assert [event["event"] for event in world.events("train")].count("durable_abandoned") == 1
 
 
-def close_all(world: ControllerWorld, ranks: list[FakeRank]) -> None:
+def close_all(world: ControllerWorld, ranks: list[DirectedRank]) -> None:
     """Every rank closes its store, as at the end of a run."""
     for rank in ranks:
         world.call(rank, "close")
@@ -360,15 +352,10 @@ def test_what_is_needed_again_while_the_storage_is_looked_at_stays(news: str) ->
     """job_ttl_s is over and the look takes 10 s: a process that comes meanwhile loses nothing by its good result."""
     world, ranks = written(last=2, job_ttl_s=100.0)
     close_all(world, ranks)
-    looks = []
-
-    def look_slowly(holder: FakeHolder, order: ListMarkers) -> None:
-        looks.append(holder.host_id)
-        world.at(10.0, lambda: list_markers(holder, order))
-
     for holder in world.holders.values():
-        holder.instead[ListMarkers] = partial(look_slowly, holder)
-    assert world.run_until(lambda: bool(looks), 150.0)
+        holder.delay(10.0, ListMarkers)
+        holder.orders.clear()
+    assert world.run_until(lambda: any(holder.received(ListMarkers) for holder in world.holders.values()), 150.0)
     if news == "a pin":
         world.call(ranks[0], "pin", step=2, name="best")
     elif news == "a launch":
@@ -444,8 +431,7 @@ def test_a_job_that_is_read_does_not_expire_until_the_read_has_ended() -> None:
     close_all(world, ranks)
     world.run(90.0)
     world.work_s = (60.0, 60.0)  # the staging
-    holder = world.holders["h0"]
-    holder.call(ranks[0], request_of("read_step", {"job": "train", "step": 2, "rank": 1}))
+    world.call(ranks[0], "read_step", step=2, rank=1)
     world.run(50.0)
     assert len(world.holders_of(StepId(1, 2), 0)) == 2
     world.run(20.0)

@@ -5,21 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from memstore.core.durable.paths import other_key
+from memstore.core.durable.writes import FAILED_AGAIN_S
 from memstore.core.schedule.durable_interval import retire
 from memstore.core.wire.ids import WireStep
 from memstore.core.wire.reports import SliceWritten
-from memstore.testing.controller.holder import FakeRank
+from memstore.testing.controller.holder import DirectedRank
 from memstore.testing.controller.world import ControllerWorld
 from recovery.inventory import StepId
 
 A, B = "a" * 16, "b" * 16
+AGAIN_S = FAILED_AGAIN_S + 20.0  # a removal of unfinished slices may take some of the write that follows it
 
 
-def encrypted(keys: dict[str, str], hosts: int = 2, **config: Any) -> tuple[ControllerWorld, list[FakeRank]]:
+def encrypted(keys: dict[str, str], hosts: int = 2, **config: Any) -> tuple[ControllerWorld, list[DirectedRank]]:
     """A running job with an encrypted durable directory, whose hosts have these keys."""
     world = ControllerWorld(hosts, durable="/durable", durable_every=1, durable_key_file="/key", **config)
     for host, key in keys.items():
-        world.holders[host].durable_key = key
+        world.durable.keys[host] = key
     ranks = world.launch(hosts)
     world.get(ranks)
     return world, ranks
@@ -27,10 +29,10 @@ def encrypted(keys: dict[str, str], hosts: int = 2, **config: Any) -> tuple[Cont
 
 def keys_on_storage(world: ControllerWorld, step: int) -> set[str]:
     """Keys that slices of a step were written under."""
-    return {key for shard, keys in world.durable.keys.items() if shard.step == step for key in keys}
+    return {key for shard, _, key, _ in world.durable.slices if shard.step == step}
 
 
-def job_row(world: ControllerWorld, rank: FakeRank) -> dict[str, Any]:
+def job_row(world: ControllerWorld, rank: DirectedRank) -> dict[str, Any]:
     """The job in the answer to `memstore status`."""
     rank.answers.pop("status", None)
     world.call(rank, "status")
@@ -44,12 +46,12 @@ def test_a_step_is_written_under_one_key_and_the_other_host_is_named() -> None:
     world, ranks = encrypted({"h0": A, "h1": B})
     for step in (1, 2, 3):
         assert world.put_all(ranks, step, until="durable", limit_s=20.0)
-        assert world.durable.marker_keys["train", 1, step] in keys_on_storage(world, step)
-    [key] = set(world.durable.marker_keys.values())
+        assert world.durable.markers["train", 1, step][1] in keys_on_storage(world, step)
+    [key] = {key for _, key, _ in world.durable.markers.values()}
     other, its = ("h1", B) if key == A else ("h0", A)
     [problem] = [problem for problem in job_row(world, ranks[0])["problems"] if problem["kind"] == "durable_failed"]
     assert f"host {other} wrote nothing of step 3: {other_key(key, its)}" in problem["cause"]
-    world.holders[other].durable_key = key  # the remedy
+    world.durable.keys[other] = key  # the remedy
     assert world.put_all(ranks, 4, until="durable", limit_s=20.0)
     assert "durable_failed" not in {problem["kind"] for problem in job_row(world, ranks[0])["problems"]}
 
@@ -66,7 +68,7 @@ def test_a_step_that_fits_under_no_key_is_not_durable() -> None:
     assert B in problem
     failed = [event for event in world.events("train") if event["event"] == "durable_failed"]
     assert len(failed) == 1  # not again and again: storage and network have better to do
-    world.holders["h1"].durable_key = A
+    world.durable.keys["h1"] = A
     assert world.put_all(ranks, 2, until="durable", limit_s=20.0)
     assert job_row(world, ranks[0])["durable_problem"] == ""
 
@@ -74,16 +76,16 @@ def test_a_step_that_fits_under_no_key_is_not_durable() -> None:
 def test_a_key_replaced_while_a_step_is_written_makes_no_mixed_step() -> None:
     """Hosts read the new file between two of their slices: the write fails, and the next one has the new key."""
     world, ranks = encrypted({"h0": A, "h1": A})
-    assert world.put_all(ranks, 1, until="durable", limit_s=20.0)
+    assert world.put_all(ranks, 1, until="durable", limit_s=AGAIN_S)
     world.work_s = (1.0, 1.5)
     for rank in ranks:
         world.put(rank, 2)
     writing = lambda: (w := world.served.parts.durable_states.of("train").active) is not None and w.phase == "writing"  # noqa: E731
     assert world.run_until(writing, 20.0)
     for holder in world.holders.values():
-        holder.durable_key = B
-    assert world.run_until(lambda: ("train", 1, 2) in world.durable.markers, 60.0)
-    assert world.durable.marker_keys["train", 1, 2] == B
+        world.durable.keys[holder.host_id] = B
+    assert world.run_until(lambda: ("train", 1, 2) in world.durable.markers, AGAIN_S)
+    assert world.durable.markers["train", 1, 2][1] == B
 
 
 def test_a_key_replaced_host_by_host_never_mixes() -> None:
@@ -91,10 +93,10 @@ def test_a_key_replaced_host_by_host_never_mixes() -> None:
     world, ranks = encrypted({"h0": A, "h1": A}, durable_keep=9)
     for step in range(1, 7):
         if step in (3, 5):
-            world.holders["h0" if step == 3 else "h1"].durable_key = B
-        assert world.put_all(ranks, step, until="durable", limit_s=20.0)
+            world.durable.keys["h0" if step == 3 else "h1"] = B
+        assert world.put_all(ranks, step, until="durable", limit_s=AGAIN_S)
     assert all(len(keys_on_storage(world, step)) == 1 for step in range(1, 7))
-    assert world.durable.marker_keys["train", 1, 6] == B
+    assert world.durable.markers["train", 1, 6][1] == B
 
 
 def test_nothing_older_goes_while_hosts_differ_or_the_present_key_has_too_few() -> None:
@@ -102,14 +104,14 @@ def test_nothing_older_goes_while_hosts_differ_or_the_present_key_has_too_few() 
     assert retire({StepId(1, 1): A, StepId(1, 2): A, StepId(1, 3): B}, 2, B) == ()
     assert retire({StepId(1, 1): A, StepId(1, 2): B, StepId(1, 3): A, StepId(1, 4): B}, 2, B) == (StepId(1, 1),)
     world, ranks = encrypted({"h0": A, "h1": A}, durable_keep=1)
-    assert world.put_all(ranks, 1, until="durable", limit_s=20.0)
-    world.holders["h0"].durable_key = B
+    assert world.put_all(ranks, 1, until="durable", limit_s=AGAIN_S)
+    world.durable.keys["h0"] = B
     for step in (2, 3):
-        assert world.put_all(ranks, step, until="durable", limit_s=20.0)
+        assert world.put_all(ranks, step, until="durable", limit_s=AGAIN_S)
     world.run(2.0)
     assert sorted(step for _, _, step in world.durable.markers) == [1, 2, 3]
-    world.holders["h1"].durable_key = B
-    assert world.put_all(ranks, 4, until="durable", limit_s=20.0)
+    world.durable.keys["h1"] = B
+    assert world.put_all(ranks, 4, until="durable", limit_s=AGAIN_S)
     assert world.run_until(lambda: [step for _, _, step in world.durable.markers] == [4], 5.0)
 
 
@@ -119,8 +121,8 @@ def test_a_look_says_which_key_the_newest_step_needs() -> None:
     assert world.put_all(ranks, 1, until="durable", limit_s=20.0)
     for host in list(world.holders):
         world.kill_host(host)
-        world.holders[host].restart(keep_memory=False)
-        world.holders[host].durable_key = B
+        world.return_host(host, keep_memory=False)
+        world.durable.keys[host] = B
     world.crash_controller()
     world.run(6.0)
     world.launch(2)
@@ -131,6 +133,7 @@ def test_a_look_says_which_key_the_newest_step_needs() -> None:
 def test_late_slices_of_a_write_are_no_mixture() -> None:
     """A report under another key than the first one's counts as that host's failure."""
     world, ranks = encrypted({"h0": A, "h1": A})
+    world.reserve(ranks)
     world.work_s = (1.0, 1.5)
     for rank in ranks:
         world.put(rank, 1)

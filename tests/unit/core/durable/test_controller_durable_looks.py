@@ -11,13 +11,13 @@ from memstore.core.durable.paths import other_key
 from memstore.core.report.problems import DEGRADED
 from memstore.core.wire.orders import DurableOrder, ListMarkers, WriteSlices
 from memstore.core.wire.reports import MarkersListed, Report
-from memstore.testing.controller.holder import FakeHolder, FakeRank
+from memstore.testing.controller.holder import DirectedHolder, DirectedRank
 from memstore.testing.controller.trained import written
 from memstore.testing.controller.world import ControllerWorld
 from recovery.inventory import ShardId, StepId
 
 
-def last_copies(world: ControllerWorld, rank: FakeRank, job: str | None = "train") -> dict[str, list[str]]:
+def last_copies(world: ControllerWorld, rank: DirectedRank, job: str | None = "train") -> dict[str, list[str]]:
     """Ask what would be lost with the copies in RAM."""
     count = len(rank.answers.get("last_copies", ()))
     world.call(rank, "last_copies", job=job)
@@ -135,7 +135,7 @@ def test_a_marker_that_is_written_during_a_look_stays_known() -> None:
     world, ranks = written(durable_keep=1)
     late: list[Any] = []
     for holder in world.holders.values():
-        notify = holder.report
+        notify = holder.state.report
 
         def report(report: Report, notify: Any = notify) -> None:
             if isinstance(report, MarkersListed):
@@ -143,7 +143,7 @@ def test_a_marker_that_is_written_during_a_look_stays_known() -> None:
             else:
                 notify(report)
 
-        holder.report = report  # type: ignore[method-assign]
+        holder.state.report = report
     world.run(LOOK_EVERY_S)
     assert late
     assert world.put_all(ranks, 2)
@@ -192,7 +192,7 @@ def test_one_host_with_a_bad_mount_says_nothing_of_the_storage(fault: str) -> No
     world, ranks = written(last=2, keep_steps=2, durable_keep=2)
     bad = world.holders["h0"]
     if fault == "cannot read":
-        bad.durable_problem = "not mounted"
+        world.durable.problems[bad.host_id] = "not mounted"
     else:
         bad.instead[ListMarkers] = lambda order: None
     world.call(ranks[1], "last_copies", job="train")
@@ -220,6 +220,7 @@ def test_as_many_hosts_as_there_are_do_not_make_a_look_longer() -> None:
         holder.instead[ListMarkers] = lambda order, name=name: asked.append(name)  # type: ignore[misc]
     world.call(ranks[0], "last_copies", job="train")
     assert world.run_until(lambda: bool(ranks[0].answers.get("last_copies")), CHECK_DEADLINE_S + 2.0)
+    world.run(1.0)
     assert sorted(asked[:5]) == ["h0", "h1", "h2", "h3", "h4"]  # the last one for the next look
     [words] = ranks[0].answers["last_copies"][-1]["lost"]["train"]
     assert words.endswith("no answer within 300 s (h0, h1, h2, h3)")
@@ -227,10 +228,9 @@ def test_as_many_hosts_as_there_are_do_not_make_a_look_longer() -> None:
 
 def under(world: ControllerWorld, written: str, **keys: str) -> None:
     """All was written under one key, and since then hosts got other files."""
-    for place in world.durable.markers:
-        world.durable.marker_keys[place] = written * 16
+    world.durable.put_under(written * 16)
     for host, key in keys.items():
-        world.holders[host].durable_key = key * 16
+        world.durable.keys[host] = key * 16
 
 
 @pytest.mark.parametrize("has_ram", [True, False])
@@ -243,7 +243,7 @@ def test_a_step_under_a_key_that_no_process_has_is_neither_there_nor_lost(has_ra
     [words] = last_copies(world, ranks[0])["train"]
     assert words == f"step 1 cannot be read on durable storage: {other_key('a' * 16, 'b' * 16)} (h0, h1)"
     world.run(20.0)
-    assert world.durable.marker_keys["train", 1, 1] == ("b" if has_ram else "a") * 16
+    assert world.durable.markers["train", 1, 1][1] == ("b" if has_ram else "a") * 16
     assert world.job().newest_durable == StepId(1, 1)
     if has_ram:
         assert last_copies(world, ranks[0]) == {}
@@ -258,7 +258,7 @@ def test_the_host_that_has_the_key_is_asked(host: str) -> None:
     under(world, "a", **{"h0": "b", "h1": "b", host: "a"})
     assert last_copies(world, ranks[0]) == {}
     world.run(20.0)
-    assert world.durable.marker_keys["train", 1, 1] == "a" * 16
+    assert world.durable.markers["train", 1, 1][1] == "a" * 16
 
 
 def test_a_pinned_step_under_a_lost_key_is_not_said_to_be_gone() -> None:
@@ -294,7 +294,7 @@ def test_a_host_may_not_go_for_a_step_that_no_process_can_read() -> None:
     """Both hosts have notice, the durable step needs another key: it counts as there once it is written again."""
     world, ranks = written(durable_key_file="/key")
     under(world, "a", h0="b", h1="b")
-    held: list[tuple[FakeHolder, WriteSlices]] = []
+    held: list[tuple[DirectedHolder, WriteSlices]] = []
     for holder in world.holders.values():
         holder.instead[WriteSlices] = lambda order, holder=holder: held.append((holder, order))  # type: ignore[misc]
     for host in ("h0", "h1"):
@@ -306,4 +306,4 @@ def test_a_host_may_not_go_for_a_step_that_no_process_can_read() -> None:
         holder.instead.clear()
         holder.obey(order)
     assert world.run_until(lambda: bool(world.served.parts.departures.remains("h1").durable), 120.0)
-    assert world.durable.marker_keys["train", 1, 1] == "b" * 16
+    assert world.durable.markers["train", 1, 1][1] == "b" * 16

@@ -11,22 +11,22 @@ from memstore.core.durable.departures import LOOK_AGAIN_S
 from memstore.core.report.problems import NOTE
 from memstore.core.wire.messages import DrainsSeen
 from memstore.core.wire.orders import DurableOrder, ListMarkers, WriteSlices
-from memstore.testing.controller.holder import FakeRank
+from memstore.testing.controller.holder import WRITES, DirectedRank
 from memstore.testing.controller.trained import written
 from memstore.testing.controller.world import ControllerWorld
 
 
-def hourly(last: int, **config: Any) -> tuple[ControllerWorld, list[FakeRank]]:
+def hourly(last: int, **config: Any) -> tuple[ControllerWorld, list[DirectedRank]]:
     """A job whose first step alone is durable by its schedule, and which has committed steps 1 to `last`."""
     return written(last, **{"durable_every": "1h", **config})
 
 
-def answers(rank: FakeRank) -> list[Any]:
+def answers(rank: DirectedRank) -> list[Any]:
     """What the rank got for its requests, and the refusals as text."""
     return [*rank.answers.get("persist", ()), *rank.errors.get("persist", ())]
 
 
-def persist(world: ControllerWorld, rank: FakeRank, step: int | None = None, within_s: float = 30.0) -> Any:
+def persist(world: ControllerWorld, rank: DirectedRank, step: int | None = None, within_s: float = 30.0) -> Any:
     """Ask for a step; return the answer or the refusal."""
     count = len(answers(rank))
     world.call(rank, "persist", step=step, within_s=within_s)
@@ -50,7 +50,7 @@ def test_asking_twice_is_one_write() -> None:
         world.call(rank, "persist", step=None, within_s=30.0)
     assert world.run_until(lambda: all(answers(rank) for rank in ranks), 20.0)
     assert persist(world, ranks[0], 3)["is_durable"]
-    wrote = [hosts for (shard, _, _), hosts in world.durable.slices.items() if shard.step == 3]
+    wrote = [hosts for (shard, _), hosts in world.durable.writers.items() if shard.step == 3]
     assert wrote
     assert all(len(hosts) == 1 for hosts in wrote)
 
@@ -92,11 +92,9 @@ def test_who_waits_in_vain_is_reported_for_which_host(hangs: type[DurableOrder],
     if hangs is ListMarkers:
         assert persist(world, ranks[0])["is_durable"]
         world.holders["h0"].instead[ListMarkers] = lambda order: None
-    for holder in world.holders.values():
-        answer = holder._persist
-        holder._persist = lambda order, answer=answer, holder=holder: (  # type: ignore[method-assign]
-            None if type(order) is hangs else answer(order)
-        )
+    else:
+        for holder in world.holders.values():
+            holder.instead[WriteSlices] = lambda order: None
     assert persist(world, ranks[0], within_s=3.0)["problem"] == says
 
 
@@ -104,8 +102,7 @@ def test_a_scheduled_write_makes_way_and_a_requested_one_does_not() -> None:
     """Steps come faster than the storage writes: what a process asked for is finished all the same."""
     world, ranks = hourly(last=2, durable_every=1, keep_steps=2)
     for holder in world.holders.values():
-        write = holder._persist
-        holder._persist = lambda order, write=write: world.at(4.0, lambda: write(order))  # type: ignore[method-assign]
+        holder.delay(4.0, *WRITES)
     assert world.put_all(ranks, 3)
     world.run(0.5)
     assert world.put_all(ranks, 4)
@@ -129,8 +126,7 @@ def test_a_write_that_made_way_is_no_problem(is_asked: bool) -> None:
     ranks = world.launch(2)
     world.get(ranks)
     for holder in world.holders.values():
-        write = holder._persist
-        holder._persist = lambda body, write=write: world.at(9.0, lambda: write(body))  # type: ignore[method-assign]
+        holder.delay(9.0, *WRITES)
     for step in (1, 2):
         assert world.put_all(ranks, step)
         world.run(0.5)
@@ -250,7 +246,7 @@ def test_a_step_that_the_job_went_back_behind_is_refused() -> None:
 def test_hosts_without_one_key_are_refused_by_name() -> None:
     """No key can write all shards: the answer names a host, the keys and what to do, at once."""
     world = ControllerWorld(2, durable="/durable", durable_every="1h", durable_key_file="/key", replicas=1)
-    world.holders["h0"].durable_key, world.holders["h1"].durable_key = "a" * 16, "b" * 16
+    world.durable.keys = {"h0": "a" * 16, "h1": "b" * 16}
     ranks = world.launch(2)
     world.get(ranks)
     assert world.put_all(ranks, 1)
@@ -291,8 +287,7 @@ def test_ranks_that_ask_while_training_goes_on_wait_for_two_writes_at_most() -> 
     """Each means the newest step of its moment, which training leaves behind: the newest of then stands for all."""
     world, ranks = hourly(last=2)
     for holder in world.holders.values():
-        write = holder._persist
-        holder._persist = lambda body, write=write: world.at(2.0, lambda: write(body))  # type: ignore[method-assign]
+        holder.delay(2.0, *WRITES)
     for step in range(3, 8):
         world.call(ranks[step % 2], "persist", step=None, within_s=60.0)
         world.run(0.1)

@@ -7,17 +7,18 @@ from functools import partial
 
 import pytest
 
+from memstore.core.arena.slot_table import share_of
 from memstore.core.capacity import retention
 from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.wire.orders import Reserve
 from memstore.core.wire.reports import Reserved
-from memstore.testing.controller.holder import FakeHolder, FakeRank
+from memstore.testing.controller.holder import DirectedHolder, DirectedRank
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import JOB, ControllerWorld
 from recovery.inventory import StepId
 
 
-def ask(world: ControllerWorld, rank: FakeRank, verb: str, **body: object) -> str:
+def ask(world: ControllerWorld, rank: DirectedRank, verb: str, **body: object) -> str:
     """Ask once, wait for the end; return the error, or ""."""
     rank.answers.pop(verb, None)
     rank.errors.pop(verb, None)
@@ -26,7 +27,7 @@ def ask(world: ControllerWorld, rank: FakeRank, verb: str, **body: object) -> st
     return rank.error(verb)
 
 
-def put_from(world: ControllerWorld, ranks: list[FakeRank], first: int, last: int) -> None:
+def put_from(world: ControllerWorld, ranks: list[DirectedRank], first: int, last: int) -> None:
     """Commit some steps."""
     for step in range(first, last + 1):
         assert world.put_all(ranks, step)
@@ -39,12 +40,12 @@ def peer_slots(world: ControllerWorld, host: str) -> int:
     return order.peer_slots + sum(order.ranks.values())
 
 
-def claim_within(holder: FakeHolder, limit: int, order: Reserve) -> None:
+def claim_within(holder: DirectedHolder, limit: int, order: Reserve) -> None:
     """Claim what is ordered on a host that has room for so many slots."""
     asked = order.peer_slots + sum(order.ranks.values())
     problem = f"{asked} slots asked, {limit} there" if asked > limit else None
     if problem is None:
-        holder.rooms[order.job] = order
+        holder.replicas.claim(order.job, share_of(order))
     holder.report(Reserved(job=order.job, attempt=order.attempt, number=order.number, problem=problem, is_fault=False))
 
 
@@ -292,7 +293,7 @@ def test_removing_a_job_says_which_pins_would_be_lost() -> None:
     assert ask(world, ranks[0], "rm", force=True) == ""
     assert ranks[0].answers["rm"][-1]["pins"] == {"best": {"attempt": 1, "step": 2}}
     world.run(1.0)
-    assert all(not holder.copies for holder in world.holders.values())
+    assert all(not holder.held for holder in world.holders.values())
 
 
 @pytest.mark.parametrize("has_room", [True, False])
@@ -342,7 +343,7 @@ def test_an_answer_is_of_the_order_that_it_names() -> None:
     waiting: list[Callable[[], None]] = []
     is_slow = True
 
-    def later(holder: FakeHolder, order: Reserve) -> None:
+    def later(holder: DirectedHolder, order: Reserve) -> None:
         claim = partial(claim_within, holder, limits[holder.host_id], order)
         waiting.append(claim) if is_slow else claim()
 

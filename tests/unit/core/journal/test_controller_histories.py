@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from memstore.testing.controller.holder import FakeRank
+from memstore.testing.controller.holder import DirectedRank
 from memstore.testing.controller.world import ControllerWorld
 from recovery.inventory import ShardId
 
 
-def train(world: ControllerWorld, *steps: int, **more: Any) -> list[FakeRank]:
+def train(world: ControllerWorld, *steps: int, **more: Any) -> list[DirectedRank]:
     """A launch of two ranks that gets and puts these steps; durable ones are waited for."""
     ranks = world.launch(2, **more)
     if not more.get("fresh"):
@@ -25,7 +25,7 @@ def forget_ram(world: ControllerWorld, *hosts: str, back: str = "") -> None:
     """Machines lose their memory; `back` comes back with what it had."""
     for host in hosts:
         world.kill_host(host)
-        world.holders[host].restart(keep_memory=False)
+        world.return_host(host, keep_memory=False)
     if back:
         world.return_host(back)
     world.crash_controller()
@@ -72,14 +72,14 @@ def test_an_older_run_of_the_name_on_storage_is_never_restored(old_launches: int
     world.served.state.wall_offset_s += clock_s
     config = dict(world.config)
     world.config["durable"] = None
-    world.put_digests.clear()
+    world.put_contents.clear()
     train(world, 1)
-    put = [world.put_digests[ShardId("train", 1, 1, rank)] for rank in range(2)]
+    put = [world.put_contents[ShardId("train", 1, 1, rank)] for rank in range(2)]
     world.config.update(config)
     ranks = world.launch(2)
     answers = world.get(ranks)
     assert {(a["attempt"], a["step"]) for a in answers} == {(1, 1)}
-    assert digests(answers) == put
+    assert [answer["bytes"] for answer in answers] == put
     assert any("another, older run" in note for note in world.notes)
     assert ranks[0].attempt == old_launches + 1
     assert world.put_all(ranks, 2, until="durable")

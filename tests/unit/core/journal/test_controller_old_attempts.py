@@ -8,7 +8,7 @@ from memstore.core.capacity import retention
 from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.journal.fact_log import FactLog
 from memstore.core.journal.records import Entry, entry_from_record
-from memstore.testing.controller.holder import FakeHolder
+from memstore.testing.controller.holder import DirectedHolder
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import ControllerWorld
 
@@ -20,7 +20,7 @@ def _short_journals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention, "JOURNAL_NBYTES_MIN", 0)
 
 
-def opened(holder: FakeHolder) -> dict[int, AttemptOpened]:
+def opened(holder: DirectedHolder) -> dict[int, AttemptOpened]:
     facts = [entry_from_record(record).fact for record in holder.journal]
     return {fact.attempt: fact for fact in facts if isinstance(fact, AttemptOpened)}
 

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from memstore.core.arena.slot_table import share_of
 from memstore.core.capacity.retention import is_needed
 from memstore.core.cluster import facts as f
 from memstore.core.journal.fact_log import FactLog
 from memstore.core.journal.records import Entry
 from memstore.core.wire.orders import Reserve, VerifyCopies
+from memstore.core.wire.reports import Reserved
 from memstore.testing.controller.holder import CHUNKS
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import ControllerWorld
@@ -87,7 +89,7 @@ def test_the_commit_of_a_late_host_is_taken_and_given_to_all() -> None:
     assert world.put_all(ranks, 1)
     world.kill_host("h2", keep_memory=True)
     for name in ("h0", "h1"):
-        world.holders[name].journal = []
+        world.memories[name].journal = []
     world.crash_controller()
     world.run(6.0)
     assert world.job().commits == {}
@@ -240,9 +242,7 @@ def test_a_holder_that_is_replaced_before_its_end_is_received_of_has_died() -> N
     world.call(ranks[0], "verify")
     world.run(1.0)
     assert "verify" not in ranks[0].answers
-    world.holders["h1"].restart(keep_memory=True)
-    del world._sessions["h1"]
-    world._dial(world.holders["h1"])
+    world.return_host("h1")
     assert world.run_until(lambda: "verify" in ranks[0].answers, 5.0)
     assert world.served.hosts.is_answering("h1")
 
@@ -259,9 +259,7 @@ def test_what_the_end_of_a_replaced_holder_decides_is_in_its_journal_once() -> N
         return [sorted(rows.get(rank, ())) for rank in (0, 1)] == [["h0"], ["h0", "h1"]]
 
     assert world.run_until(lacks_one_copy, 2.0)
-    world.holders["h1"].restart(keep_memory=True)
-    del world._sessions["h1"]
-    world._dial(world.holders["h1"])
+    world.return_host("h1")
     world.run(3.0)
     assert world.job().commits[StepId(1, 2)]
     for holder in world.holders.values():
@@ -313,10 +311,6 @@ def closed(hosts: int, last: int, **config: object) -> ControllerWorld:
     return world
 
 
-def slots_of(room: Reserve) -> int:
-    return sum(room.ranks.values()) + room.peer_slots
-
-
 def replace_host_and_controller(world: ControllerWorld, host: str) -> None:
     """A machine is back without its memory, and only the next controller learns of it."""
     world.kill_host(host)
@@ -350,7 +344,7 @@ def test_a_closed_job_that_holds_nothing_has_no_room() -> None:
     world.run(1.0)
     replace_host_and_controller(world, "h2")
     world.run(5.0)
-    assert slots_of(world.holders["h2"].rooms["train"]) == 0
+    assert world.holders["h2"].rooms["train"].total == 0
 
 
 def test_a_job_that_trains_claims_the_room_of_a_new_host_before_a_closed_one() -> None:
@@ -359,19 +353,21 @@ def test_a_job_that_trains_claims_the_room_of_a_new_host_before_a_closed_one() -
     ranks = world.launch(3, job="busy")
     world.get(ranks)
     assert world.put_all(ranks, 1)
-    holder = world.holders["h2"]
     limit = [6 * CHUNKS]
 
     def limited(order: Reserve) -> None:
-        used = sum(map(slots_of, {**holder.rooms, order.job: order}.values()))
-        holder.refuses_room = f"needs {used} slots, may take {limit[0]}" if used > limit[0] else ""
-        holder.carry_out(order)
+        holder, share = world.holders["h2"], share_of(order)
+        used = sum(room.total for room in {**holder.rooms, order.job: share}.values())
+        why = f"needs {used} slots, may take {limit[0]}" if used > limit[0] else None
+        if why is None:
+            holder.replicas.claim(order.job, share)
+        holder.report(Reserved(job=order.job, attempt=order.attempt, number=order.number, problem=why))
 
-    holder.instead[Reserve] = limited
+    world.holders["h2"].instead[Reserve] = limited
     replace_host_and_controller(world, "h2")
     assert world.run_until(lambda: len(world.holders_of(StepId(1, 1), 2, "busy")) == 2, 30.0)
     world.run(20.0)
-    assert list(holder.rooms) == ["busy"]
+    assert list(world.holders["h2"].rooms) == ["busy"]
     world.call(ranks[0], "status")
     assert world.run_until(lambda: bool(ranks[0].answers.get("status")))
     status = ranks[0].answers["status"][-1]

@@ -24,8 +24,7 @@ def drop(world: ControllerWorld, host: str) -> None:
     world.job().drop_copy(shard, host)
     parts.repair.pushes.refused_s[shard, host] = world.now
     [order] = parts.out.actions
-    session = world._sessions[host]
-    world._deliver("down", host, lambda: world._arrive(order, host, session))
+    world._send_down(order)
     world.run(0.3)
 
 
@@ -44,7 +43,7 @@ def test_a_report_that_crosses_the_order_to_drop_counts_no_copy(kind: str) -> No
     holder = world.holders["h0"]
 
     def cross(order: FreeCopies) -> None:
-        copies = tuple(map(WireCopy.of, holder.copies.values()))
+        copies = tuple(map(WireCopy.of, holder.held.values()))
         if kind == "fenced":
             holder.report(Fenced(job=JOB, attempt=1, copies=copies))
         else:
@@ -55,12 +54,12 @@ def test_a_report_that_crosses_the_order_to_drop_counts_no_copy(kind: str) -> No
     holder.instead[FreeCopies] = cross
     drop(world, "h0")
     world.run(2.0)
-    assert not any(shard.rank == 0 for shard in holder.copies)
+    assert not any(shard.rank == 0 for shard in holder.held)
     assert world.holders_of(STEP, 0) == ["h1"]
     assert counted(world) == ["h1"]
     world.run(15.0)
     assert world.holders_of(STEP, 0) == ["h0", "h1"]
-    assert any(shard.rank == 0 for shard in holder.copies)
+    assert any(shard.rank == 0 for shard in holder.held)
 
 
 @pytest.mark.parametrize("is_ordered_again", [False, True])
@@ -68,10 +67,10 @@ def test_a_drop_that_outlives_its_session_leaves_no_copy_counted(is_ordered_agai
     """The host joins again with the copy in its inventory, and only then obeys the order of before (R7, R19)."""
     world, _ = trained(2)
     holder = world.holders["h0"]
-    copies, late = list(map(WireCopy.of, holder.copies.values())), list[FreeCopies]()
+    copies, late = list(map(WireCopy.of, holder.held.values())), list[FreeCopies]()
     holder.instead[FreeCopies] = late.append
     drop(world, "h0")
-    del world._sessions["h0"]  # it is dialled again with the next beat
+    world._forget(world._sessions["h0"])  # it is dialled again with the next beat
     world._handle(HostLost("h0", "connection reset"))
     assert world.run_until(lambda: counted(world) == ["h0", "h1"]), "the inventory names the copy"
     if is_ordered_again:
@@ -102,7 +101,7 @@ def test_a_removed_job_frees_its_room_on_every_host() -> None:
     world.thaw("h1")
     world.run(5.0)
     assert ("train", 1) in rooms_freed(world, "h1")
-    assert not world.holders["h1"].copies
+    assert not world.holders["h1"].held
 
 
 def test_a_host_out_of_reach_at_a_removal_frees_the_room_when_it_is_back() -> None:
@@ -126,13 +125,13 @@ def test_a_removal_is_answered_once_the_job_is_gone() -> None:
     world.run(1.0)
     assert "rm" not in ranks[0].answers
     assert rooms_freed(world, "h0") == []
-    assert world.holders["h0"].copies
+    assert world.holders["h0"].held
     world.thaw("h1")
     assert world.run_until(lambda: "rm" in ranks[0].answers)
     assert JOB not in world.served.jobs
     world.run(1.0)
     assert ranks[0].answers["rm"] == [{"job": JOB, "pins": {}, "shards": 2}]
-    assert not any(holder.copies for holder in world.holders.values())
+    assert not any(holder.held for holder in world.holders.values())
 
 
 def test_a_removed_job_stays_away_though_a_step_was_given_up_meanwhile() -> None:

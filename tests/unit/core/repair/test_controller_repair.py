@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from unittest.mock import patch
+from dataclasses import replace
 
 import pytest
-from msgspec import structs
 
+from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.orders import PushCopy
-from memstore.testing.controller.holder import CHUNKS, FakeRank
+from memstore.testing.controller.holder import CHUNKS, DirectedRank
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import JOB, ControllerWorld
 from recovery.inventory import ShardId, StepId
@@ -49,7 +49,7 @@ def test_a_host_that_is_back_in_time_costs_no_copying() -> None:
     world.return_host("h1")
     world.run(10.0)
     assert not any(holder.received(PushCopy) for holder in world.holders.values())
-    assert world.holders["h3"].copies == {}
+    assert world.holders["h3"].held == {}
 
 
 def test_a_rank_that_moved_gets_its_copies_moved_and_the_old_ones_freed() -> None:
@@ -96,20 +96,19 @@ def test_a_push_of_what_was_dropped_holds_up_no_other() -> None:
     """It ends without a word, at its source; what came after it is rebuilt at once, not when a deadline is over."""
     world, ranks = trained(2, 2)
     source, other = world.holders["h0"], world.holders["h1"]
-    push = source.push
 
-    def push_but_the_first(shard: ShardId, target: str) -> None:
-        if shard.step > 1:
-            push(shard, target)
+    def push_but_the_first(order: PushCopy) -> None:
+        if order.shard.step > 1:
+            source.carry_out(order)
 
-    with patch.object(source, "push", push_but_the_first):
-        other.lose(*(ShardId(JOB, 1, 1, rank) for rank in range(2)))
-        world.run(2.0)
-        assert world.put_all(ranks, 2)
-        world.run(2.0)
-        assert not world.holders_of(StepId(1, 1), 0)
-        other.lose(*(ShardId(JOB, 1, 2, rank) for rank in range(2)))
-        world.run(3.0)
+    source.instead[PushCopy] = push_but_the_first
+    other.lose(*(ShardId(JOB, 1, 1, rank) for rank in range(2)))
+    world.run(2.0)
+    assert world.put_all(ranks, 2)
+    world.run(2.0)
+    assert not world.holders_of(StepId(1, 1), 0)
+    other.lose(*(ShardId(JOB, 1, 2, rank) for rank in range(2)))
+    world.run(3.0)
     assert all(world.holders_of(StepId(1, 2), rank) == ["h0", "h1"] for rank in range(2))
 
 
@@ -208,7 +207,7 @@ def test_a_full_host_gives_up_what_no_rank_will_finish(is_ended: bool) -> None:
     if is_ended:
         world.kill_rank(ranks[1])
     full, kept = world.holders["h1"], ShardId(JOB, 1, 1, 0)
-    full.rooms[JOB] = structs.replace(full.rooms[JOB], peer_slots=CHUNKS)
+    full.replicas.claim(JOB, replace(full.rooms[JOB], peer_slots=CHUNKS))
     full.lose(kept)
     world.run(20.0)
     assert world.holders_of(StepId(1, 1), 0) == (["h0", "h1"] if is_ended else ["h0"])
@@ -227,7 +226,7 @@ def test_a_commit_that_is_being_written_down_gives_no_copy_up() -> None:
     assert world.job().newest.steps[2] == "committing"
     world.kill_rank(ranks[1])
     full, kept = world.holders["h1"], ShardId(JOB, 1, 1, 0)
-    full.rooms[JOB] = structs.replace(full.rooms[JOB], peer_slots=CHUNKS)
+    full.replicas.claim(JOB, replace(full.rooms[JOB], peer_slots=CHUNKS))
     full.lose(kept)
     world.run(3.0)
     assert world.holders_of(StepId(1, 2), 0) == ["h0", "h1"]
@@ -247,9 +246,9 @@ def test_surplus_copies_of_an_open_step_go() -> None:
     world.run(1.0)
     before = world.holders_of(StepId(1, 2), 0)
     substitute = next(host for host in ("h1", "h2", "h3") if host not in before)
-    world.holders["h0"].push(ShardId(JOB, 1, 2, 0), substitute)
-    world.run(0.05)
-    assert substitute in world.holders_of(StepId(1, 2), 0)
+    copy = WireCopy.of(world.holders["h0"].held[ShardId(JOB, 1, 2, 0)])
+    world.holders["h0"].obey(PushCopy(shard=copy.shard, digest=copy.spec.digest, target=substitute))
+    assert world.run_until(lambda: substitute in world.holders_of(StepId(1, 2), 0), 1.0)
     world.run(5.0)
     assert world.holders_of(StepId(1, 2), 0) == before
 
@@ -330,7 +329,8 @@ def test_status_counts_copies_of_committed_steps_as_repair_and_no_put() -> None:
     """A put under way lacks copies too, and its host is ordered to send them: nothing is lost that is to be rebuilt."""
     world, ranks = trained(4, 3)
     for holder in world.holders.values():
-        holder.push = lambda shard, target: None  # type: ignore[method-assign]
+        holder.refuses_copies = "busy"
+        holder.instead[PushCopy] = lambda order: None
     world.put(ranks[0], 2)
     world.run(3.0)
     assert any(holder.received(PushCopy) for holder in world.holders.values())
@@ -340,7 +340,7 @@ def test_status_counts_copies_of_committed_steps_as_repair_and_no_put() -> None:
     assert sum(pushes(world, ranks[0])) > 0
 
 
-def pushes(world: ControllerWorld, rank: FakeRank) -> list[int]:
+def pushes(world: ControllerWorld, rank: DirectedRank) -> list[int]:
     """Return what status says that each host sends."""
     world.call(rank, "status")
     world.run(0.5)

@@ -73,6 +73,7 @@ def test_a_rank_that_left_because_another_is_lost_is_not_called_dead() -> None:
     """Its process lives and goes on in place: alerts on deaths would come from every rank of the job."""
     world, ranks = trained(2, last=0)
     world.kill_rank(ranks[1])
+    world.run(0.1)
     world.kill_rank(ranks[0], has_left=True)
     world.run(1.0)
     gone = events_of_kind(world, "rank_dead", "rank_left")
@@ -83,6 +84,7 @@ def test_a_skip_is_reported_with_who_and_why_once_all_gave_the_step_up() -> None
     """The rank's word comes with the fact; the rank that had put the step leaves nothing behind (R12)."""
     world, ranks = trained(2)
     world.put(ranks[0], 2)
+    world.run(0.2)
     world.call(ranks[1], "skip", step=2, why="no room within 5 s", stall_s=5.0)
     world.run(2.0)
     [skip] = events_of_kind(world, "skip")
@@ -93,7 +95,7 @@ def test_a_skip_is_reported_with_who_and_why_once_all_gave_the_step_up() -> None
 
 def test_an_older_step_that_a_newer_commit_overtook_is_reported() -> None:
     """Superseded is an end of its own: no rank skipped it, it was only late."""
-    world, ranks = trained(2)
+    world, ranks = trained(2, keep_steps=2)
     world.work_s = (3.0, 3.0)
     for rank in ranks:
         world.put(rank, 2)
@@ -238,8 +240,8 @@ def test_an_attempt_that_is_written_again_is_no_second_attempt() -> None:
 def test_a_seal_that_is_reported_again_after_its_commit_is_no_step_of_its_own() -> None:
     """A link that broke sends a submission again: its step was committed, and is not superseded by the next (R12)."""
     world, ranks = trained(2, last=2)
-    shard = next(s for s in world.holders["h0"].copies if s.rank == 0 and s.step == 2)
-    copy = WireCopy.of(world.holders["h0"].copies[shard])
+    shard = next(s for s in world.holders["h0"].held if s.rank == 0 and s.step == 2)
+    copy = WireCopy.of(world.holders["h0"].held[shard])
     world._handle(Received("h0", Sealed(copy=copy, put=PutTimes(stall_s=0.1, age_s=0.2))))
     assert world.put_all(ranks, 3)
     assert not events_of_kind(world, "superseded")
@@ -258,7 +260,7 @@ def test_scrub_findings_of_a_heartbeat_are_reported_once() -> None:
 def test_nonsense_from_a_rank_is_counted_as_nothing(stall_s: float, age_s: float) -> None:
     """What a rank measured decides nothing and breaks nothing."""
     world, ranks = trained(2)
-    [copy] = [c for s, c in world.holders["h0"].copies.items() if s.rank == 0 and c.host == "h0"]
+    [copy] = [c for s, c in world.holders["h0"].held.items() if s.rank == 0 and c.host == "h0"]
     world._handle(Received("h0", Sealed(copy=WireCopy.of(copy), put=PutTimes(stall_s=stall_s, age_s=age_s))))
     putting = world.served.parts.recorder.puts.get((JOB, StepId(1, 1)))
     assert putting is None or putting.stalls_s == {0: 0.0}
@@ -290,7 +292,7 @@ def test_the_memory_is_bounded_and_a_flood_of_commits_pushes_no_death_out() -> N
 
 def test_steps_of_which_no_copy_is_left_count_as_lost() -> None:
     """A rank put two steps more, and its host went with the only copies: what it put is known all the same."""
-    world, ranks = trained(3, world_size=2, last=2)
+    world, ranks = trained(3, world_size=2, last=2, keep_steps=3)
     gone = ranks[1].host_id
     for holder in world.holders.values():
         holder.refuses_copies = "no peer is reached"

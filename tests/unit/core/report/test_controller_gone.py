@@ -50,8 +50,8 @@ def test_steps_that_retention_freed_are_one_row_after_a_restart() -> None:
 def test_a_lost_arena_leaves_no_row_of_a_step_without_a_byte() -> None:
     """Both hosts are back, one with its journal and without the copies that matter: nothing is called committed."""
     world = restarted()
-    world.holders["h0"].copies.clear()
-    world.holders["h1"].copies.clear()
+    world.holders["h0"].forget(*world.holders["h0"].held)
+    world.holders["h1"].forget(*world.holders["h1"].held)
     come_back(world, "h0", "h1")
     body = shown(world)
     assert body.steps == []
@@ -64,7 +64,7 @@ def test_a_lost_arena_leaves_no_row_of_a_step_without_a_byte() -> None:
 def test_a_host_that_has_not_come_is_waited_for() -> None:
     """A step that only a late host may have is not gone: it says which host; once that is here it is."""
     world = restarted()
-    world.holders["h0"].copies.clear()
+    world.holders["h0"].forget(*world.holders["h0"].held)
     come_back(world, "h0")
     body = shown(world)
     assert body.gone == []
@@ -95,7 +95,7 @@ def test_durable_storage_that_was_not_listed_yet_may_have_them() -> None:
     machine = world.served
     assert machine.parts.durable_states.is_known(world.job())
     for host in ("h0", "h1"):
-        world.holders[host].copies.clear()
+        world.holders[host].forget(*world.holders[host].held)
     world.durable.problem = "not mounted"
     world.crash_controller()
     world.run(10.0)

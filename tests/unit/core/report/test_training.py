@@ -11,7 +11,7 @@ from memstore.cli.status import check_code
 from memstore.core.report.metrics import status_gauges
 from memstore.core.report.problems import CLOSED_SHOWN_S, DEGRADED, NOTE, STOPPED
 from memstore.core.schedule.step_pace import LAG_MIN_S, LATE_MIN_S, LATE_UNPACED_S, Pace
-from memstore.testing.controller.holder import FakeRank
+from memstore.testing.controller.holder import DirectedRank
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import JOB, ControllerWorld
 
@@ -32,7 +32,7 @@ def stopped_s(world: ControllerWorld, job: str = JOB) -> float:
     return next(s.value for s in samples if s.name == "memstore_training_stopped_seconds" and s.tags == (job,))
 
 
-def train(world: ControllerWorld, ranks: list[FakeRank], first: int, last: int, step_s: float = 1.0) -> None:
+def train(world: ControllerWorld, ranks: list[DirectedRank], first: int, last: int, step_s: float = 1.0) -> None:
     """Put steps on all ranks at a pace."""
     for step in range(first, last + 1):
         assert world.put_all(ranks, step)

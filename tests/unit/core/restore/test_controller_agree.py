@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from memstore.testing.controller.trained import trained
@@ -37,8 +35,8 @@ def test_the_hosts_that_hold_the_copies_verify_them() -> None:
     world, _ = trained(3, last=2)
     ranks = world.launch(2)
     holder = world.holders["h0"]
-    for shard in [s for s in holder.copies if s.step == 2]:
-        holder.copies[shard] = replace(holder.copies[shard], missing=frozenset({1}))
+    for shard in [s for s in holder.held if s.step == 2]:
+        holder.damage(shard, is_found=False)
     answers = world.get(ranks, is_agreement=True)
     assert {a.get("step") for a in answers} == {2}, answers
     assert any("damaged" in note for answer in answers for note in answer["notes"])
@@ -48,8 +46,7 @@ def test_a_step_that_is_not_whole_is_passed_over_for_all_alike() -> None:
     """Every copy of one shard of the newest step is gone: an older whole step is agreed on, and said so (R24)."""
     world, _ = trained(4, last=2, keep_steps=2)
     for holder in world.holders.values():
-        for shard in [s for s in holder.copies if (s.step, s.rank) == (2, 1)]:
-            del holder.copies[shard]
+        holder.forget(*(s for s in holder.held if (s.step, s.rank) == (2, 1)))
     answers = world.get(world.launch(3), is_agreement=True)
     assert {a.get("step") for a in answers} == {1}, answers
 

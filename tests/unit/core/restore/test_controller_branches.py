@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 
 from memstore.core.wire.orders import ListMarkers
-from memstore.testing.controller.holder import FakeRank
+from memstore.testing.controller.holder import DirectedRank
 from memstore.testing.controller.trained import trained, written
 from memstore.testing.controller.world import JOB, ControllerWorld
 from memstore.testing.requests import request_of
 from recovery.inventory import StepId
 
 
-def branch(world: ControllerWorld, step: int | None = None) -> tuple[list[FakeRank], list[dict[str, object]]]:
+def branch(world: ControllerWorld, step: int | None = None) -> tuple[list[DirectedRank], list[dict[str, object]]]:
     """Begin another job and get a step of the trained one; return its ranks and what they were answered."""
     twig = world.launch(3, job="twig")
     return twig, world.get(twig, step, from_job=JOB)
 
 
-def begin(world: ControllerWorld, step: int | None = None) -> list[FakeRank]:
+def begin(world: ControllerWorld, step: int | None = None) -> list[DirectedRank]:
     """The same, up to the moment when hosts bring the bytes."""
     twig = world.launch(3, job="twig")
     world.work_s = (0.5, 0.6)
@@ -33,7 +33,7 @@ def stage(world: ControllerWorld) -> str:
     return active.phase if active is not None else ""
 
 
-def ended(world: ControllerWorld, ranks: list[FakeRank]) -> list[object]:
+def ended(world: ControllerWorld, ranks: list[DirectedRank]) -> list[object]:
     assert world.run_until(lambda: all(r.answers.get("get") or r.errors.get("get") for r in ranks), 60.0)
     return [r.error("get") or r.answers["get"][-1]["step"] for r in ranks]
 
@@ -77,7 +77,7 @@ def test_a_step_that_is_seen_torn_while_another_job_reads_it_is_not_returned() -
     world, ranks = trained(3, last=3, keep_steps=3)
     twig = begin(world)
     torn = {"job": JOB, "attempt": 1, "rank": 0, "step": 3, "reason": "it was changed", "is_torn": True}
-    world.holders["h0"].call(ranks[0], request_of("retire", torn))
+    ranks[0].relay(request_of("retire", torn))
     assert ended(world, twig) == [2, 2, 2]
 
 

@@ -8,14 +8,13 @@ import pytest
 
 from memstore.core.restore.followers import ROOM_S, STEPS_MAX
 from memstore.core.wire.orders import Reserve
-from memstore.testing.controller.holder import FakeRank
+from memstore.testing.controller.holder import DirectedRank
 from memstore.testing.controller.trained import trained
-from memstore.testing.controller.world import JOB, ControllerWorld
-from memstore.testing.requests import request_of
+from memstore.testing.controller.world import ControllerWorld
 from recovery.inventory import StepId
 
 
-def ask(world: ControllerWorld, rank: FakeRank, verb: str, /, **body: Any) -> Any:
+def ask(world: ControllerWorld, rank: DirectedRank, verb: str, /, **body: Any) -> Any:
     """Ask once and wait for the end; return the answer, or the refusal as text."""
     rank.answers.pop(verb, None)
     rank.errors.pop(verb, None)
@@ -24,13 +23,15 @@ def ask(world: ControllerWorld, rank: FakeRank, verb: str, /, **body: Any) -> An
     return rank.answers[verb][-1] if rank.answers.get(verb) else rank.error(verb)
 
 
-def lease(world: ControllerWorld, rank: FakeRank, name: str, step: int | None = None, limit_s: float = 600.0) -> Any:
+def lease(
+    world: ControllerWorld, rank: DirectedRank, name: str, step: int | None = None, limit_s: float = 600.0
+) -> Any:
     """Lease a step; return why it is not kept, "" if it is, or the refusal."""
     answer = ask(world, rank, "lease_step", step=step, lease=name, limit_s=limit_s)
     return answer if isinstance(answer, str) else answer["why_not_kept"]
 
 
-def put(world: ControllerWorld, ranks: list[FakeRank], first: int, last: int) -> None:
+def put(world: ControllerWorld, ranks: list[DirectedRank], first: int, last: int) -> None:
     """Commit some steps."""
     for step in range(first, last + 1):
         assert world.put_all(ranks, step)
@@ -108,7 +109,9 @@ def test_where_a_host_has_no_room_puts_keep_theirs() -> None:
 def test_what_ends_a_lease(how: str) -> None:
     """Its limit, its reader's host, a launch that needs the room for its puts, and the end of the job."""
     world, ranks = trained(3, last=1)
-    assert lease(world, ranks[2], "follower", limit_s=30.0) == ""
+    reader = world.launch(3, job="reader")[2]
+    reader.job = "train"
+    assert lease(world, reader, "follower", limit_s=30.0) == ""
     put(world, ranks, 2, 3)
     assert steps(world) == [1, 3]
     if how == "limit":
@@ -123,6 +126,7 @@ def test_what_ends_a_lease(how: str) -> None:
         world.get(again)
         assert 1 in {step.step for step in world.job().copies}
         put(world, again, 4, 4)
+        ranks = again
     else:
         ask(world, ranks[0], "rm", force=True)
         assert "train" not in world.served.jobs
@@ -155,7 +159,7 @@ def test_a_new_controller_knows_no_lease_and_training_goes_on() -> None:
     assert steps(world) == [1, 3]
 
 
-def wait_for_newer(world: ControllerWorld, rank: FakeRank, than: int | None, **body: Any) -> None:
+def wait_for_newer(world: ControllerWorld, rank: DirectedRank, than: int | None, **body: Any) -> None:
     """Begin to wait."""
     world.call(rank, "await_step", **{"than": than, "of_attempt": None, "within_s": 60.0, **body})
 
@@ -208,8 +212,7 @@ def test_a_step_that_has_gone_is_named_so() -> None:
     world, ranks = trained(2, last=4)
     for step, words in ((2, "StepDropped: job 'train' has no step 2 any"), (9, "RecoveryError: job 'train' has no")):
         assert lease(world, ranks[0], "x", step=step).startswith(words)
-        holder = world.holders[ranks[0].host_id]
-        holder.call(ranks[0], request_of("read_step", {"job": JOB, "step": step, "rank": 0}))
+        world.call(ranks[0], "read_step", step=step, rank=0)
         world.run(1.0)
         assert ranks[0].error("read_step").startswith(words)
         ranks[0].errors.clear()

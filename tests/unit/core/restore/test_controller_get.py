@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from memstore.core.wire.orders import Bring
@@ -33,8 +31,8 @@ def test_none_waits_for_hosts_that_may_know_the_job() -> None:
         world.kill_host(host, keep_memory=True)
     world.crash_controller(restart_after_s=None)
     for holder in world.holders.values():
-        holder.journal = []
-    world.holders["h0"].restart(keep_memory=False)
+        holder.memory.journal = []
+    world.return_host("h0", keep_memory=False)
     world.start_controller()
     world.run(4.0)
     ranks = [world.join(0, 1, "k", host="h0")]
@@ -185,10 +183,9 @@ def test_damaged_bytes_are_taken_from_elsewhere_or_the_step_before(keep: int) ->
     """A chunk that fails its digest at one host comes from another; if it is nowhere, the next candidate is taken."""
     world, _ = trained(hosts=2, last=2, keep_steps=2)
     shard = ShardId(JOB, 1, 2, 0)
-    world.holders["h0"].copies[shard] = replace(world.holders["h0"].copies[shard], missing=frozenset({1}))
+    world.holders["h0"].damage(shard, is_found=False)
     if keep == 2:
-        other = world.holders["h1"].copies[shard]
-        world.holders["h1"].copies[shard] = replace(other, missing=frozenset({1}))
+        world.holders["h1"].damage(shard, is_found=False)
     answers = world.get(world.launch(2))
     world.check_restored(answers)
     assert answers[0]["step"] == (2 if keep == 1 else 1)
@@ -281,7 +278,7 @@ def test_a_mismatch_of_into_fails_the_round_for_all() -> None:
     """One rank whose `into=` does not fit ends the get on every rank before anything is written (R26)."""
     world, _ = trained(3, last=1)
     ranks = world.launch(3)
-    ranks[1].into_error = ("ManifestMismatch", "layer 3 has another shape")
+    ranks[1].into_error = "layer 3 has another shape"
     errors = [a["error"] for a in world.get(ranks)]
     assert len(set(errors)) == 1
     assert "rank 1: layer 3 has another shape" in errors[0]

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memstore.testing.controller.holder import FakeRank
+from memstore.testing.controller.holder import DirectedRank
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import ControllerWorld
 
 BROKEN = "LoadError: AdamW.load_state_dict() raised ValueError: another number of groups"
 
 
-def hand_out(world: ControllerWorld, ranks: Sequence[FakeRank], limit_s: float = 60.0) -> None:
+def hand_out(world: ControllerWorld, ranks: Sequence[DirectedRank], limit_s: float = 60.0) -> None:
     """Have all ranks ask, until each was sent its bytes."""
     for rank in ranks:
         world.call(rank, "get", step=None, timeout_s=limit_s)
     assert world.run_until(lambda: all(rank.answers.get("get") for rank in ranks), limit_s)
 
 
-def word(world: ControllerWorld, rank: FakeRank, number: int) -> None:
+def word(world: ControllerWorld, rank: DirectedRank, number: int) -> None:
     world.call(rank, "shard_loaded", round=number, is_adopting=True, problem=None)
 
 

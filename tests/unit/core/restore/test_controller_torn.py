@@ -7,7 +7,7 @@ import pytest
 from memstore.core.cluster.facts import StepRetired
 from memstore.core.journal.records import entry_from_record
 from memstore.core.wire.orders import RemoveStep
-from memstore.testing.controller.holder import FakeRank
+from memstore.testing.controller.holder import DirectedRank
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import JOB, ControllerWorld
 from memstore.testing.requests import request_of
@@ -16,7 +16,7 @@ from recovery.inventory import StepId
 TORN = "state['w'] was changed before the fence"
 
 
-def retire(world: ControllerWorld, rank: FakeRank, step: int, *, is_torn: bool = True) -> None:
+def retire(world: ControllerWorld, rank: DirectedRank, step: int, *, is_torn: bool = True) -> None:
     """The rank tells the controller; it need not be known to all yet."""
     world.call(rank, "retire", attempt=1, step=step, reason=TORN, is_torn=is_torn)
 
@@ -26,7 +26,7 @@ def marked(world: ControllerWorld) -> list[int]:
     return sorted(step for _, _, step in world.durable.markers)
 
 
-def begun(world: ControllerWorld, ranks: list[FakeRank], step: int) -> None:
+def begun(world: ControllerWorld, ranks: list[DirectedRank], step: int) -> None:
     """All ranks put a step; return once it is committed and its durable write has begun, with its phases slow."""
     world.work_s = (1.0, 1.5)
     for rank in ranks:
@@ -50,7 +50,7 @@ def test_verify_lifts_no_torn_step(is_torn: bool) -> None:
     assert {a["step"] for a in answers} == {2 if is_torn else 3}
 
 
-def verify(world: ControllerWorld, rank: FakeRank) -> None:
+def verify(world: ControllerWorld, rank: DirectedRank) -> None:
     """Ask for it and wait for the end."""
     rank.answers.pop("verify", None)
     world.call(rank, "verify", job=JOB)
@@ -257,7 +257,6 @@ def test_a_step_that_is_seen_torn_while_it_is_restored_is_not_returned(moment_s:
     """A rank of the attempt before says so when the next one has chosen it already: the next candidate is taken."""
     world, ranks = trained(3, last=3, keep_steps=3)
     last, world.work_s = ranks[0], (0.3, 0.5)
-    alive = world.holders[last.host_id]
     new = [world.join(rank, 3, "next", takeover=True) for rank in range(3)]
     assert world.run_until(lambda: all(rank.answers.get("join") for rank in new), 15.0)
     for rank in new:
@@ -266,9 +265,7 @@ def test_a_step_that_is_seen_torn_while_it_is_restored_is_not_returned(moment_s:
     assert world.run_until(lambda: JOB in active and active[JOB].phase == "staging", 5.0)
     world.run(moment_s)
     assert active[JOB].phase == "staging"
-    alive.call(
-        last, request_of("retire", {"job": JOB, "attempt": 1, "rank": 0, "step": 3, "reason": TORN, "is_torn": True})
-    )
+    last.relay(request_of("retire", {"job": JOB, "attempt": 1, "rank": 0, "step": 3, "reason": TORN, "is_torn": True}))
     assert world.run_until(lambda: all(rank.answers.get("get") for rank in new), 30.0)
     assert {rank.answers["get"][-1]["step"] for rank in new} == {2}
 

@@ -11,13 +11,13 @@ from memstore.core.targets.drain import OVERDUE_S
 from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.messages import DrainsSeen, Received
 from memstore.core.wire.reports import Sealed
-from memstore.testing.controller.holder import FakeRank
+from memstore.testing.controller.holder import DirectedRank
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import ControllerWorld
 from recovery.inventory import StepId
 
 
-def ask(world: ControllerWorld, rank: FakeRank, verb: str, **body: Any) -> dict[str, Any]:
+def ask(world: ControllerWorld, rank: DirectedRank, verb: str, **body: Any) -> dict[str, Any]:
     """A question to the controller, through a rank's host."""
     before = len(rank.answers.get(verb, ()))
     world.call(rank, verb, **body)
@@ -26,7 +26,7 @@ def ask(world: ControllerWorld, rank: FakeRank, verb: str, **body: Any) -> dict[
     return dict(rank.answers[verb][-1])
 
 
-def row(world: ControllerWorld, rank: FakeRank, host: str) -> dict[str, Any]:
+def row(world: ControllerWorld, rank: DirectedRank, host: str) -> dict[str, Any]:
     """The host's row of status."""
     return next(row for row in ask(world, rank, "status")["hosts"] if row["host"] == host)
 
@@ -329,7 +329,7 @@ def test_two_copies_on_one_machine_are_one_elsewhere() -> None:
     world = ControllerWorld(3)
     for name in ("h1", "h2"):
         holder = world.holders[name]
-        holder.info = replace(holder.info, machine="m-shared")
+        holder.state.info = replace(holder.info, machine="m-shared")
         world.kill_host(name, keep_memory=True)
         world.return_host(name)
     world.run(3.0)

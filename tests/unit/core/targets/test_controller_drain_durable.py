@@ -10,14 +10,14 @@ from memstore.core.durable.departures import Remains
 from memstore.core.report.problems import drain_text
 from memstore.core.wire.messages import DrainsSeen
 from memstore.core.wire.orders import ListMarkers
-from memstore.testing.controller.holder import FakeRank
+from memstore.testing.controller.holder import DirectedRank
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import ControllerWorld
 
 DURABLE = {"durable": "/durable", "durable_every": "1h"}
 
 
-def drain(world: ControllerWorld, rank: FakeRank, *hosts: str, within_s: float = 600.0) -> None:
+def drain(world: ControllerWorld, rank: DirectedRank, *hosts: str, within_s: float = 600.0) -> None:
     """Give notice to the hosts."""
     for host in hosts:
         world.call(rank, "drain", host=host, within_s=within_s)
@@ -109,7 +109,7 @@ def test_hosts_of_one_machine_that_stay_are_too_few() -> None:
     world = ControllerWorld(3, **DURABLE)
     for name in ("h1", "h2"):
         holder = world.holders[name]
-        holder.info = replace(holder.info, machine="m-shared")
+        holder.state.info = replace(holder.info, machine="m-shared")
         world.kill_host(name, keep_memory=True)
         world.return_host(name)
     world.run(3.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memstore.testing.controller.holder import FakeRank
+from memstore.testing.controller.holder import DirectedRank
 from memstore.testing.controller.world import JOB, ControllerWorld
 from recovery.inventory import StepId
 
@@ -16,7 +16,7 @@ def world_of(scatter: int, **config: object) -> ControllerWorld:
     return ControllerWorld(list(HOSTS), labels=HOSTS, scatter=scatter, **config)
 
 
-def launch(world: ControllerWorld, key: str, moved_to: str = "") -> list[FakeRank]:
+def launch(world: ControllerWorld, key: str, moved_to: str = "") -> list[DirectedRank]:
     """Start four ranks on each host; those of a host that is down start on another one."""
     names = list(HOSTS)
     places = [names[rank // 4] for rank in range(RANKS)]
@@ -28,7 +28,7 @@ def launch(world: ControllerWorld, key: str, moved_to: str = "") -> list[FakeRan
     return ranks
 
 
-def others(world: ControllerWorld, step: int, rank: FakeRank) -> set[str]:
+def others(world: ControllerWorld, step: int, rank: DirectedRank) -> set[str]:
     return {*world.holders_of(StepId(rank.attempt, step), rank.rank)} - {rank.host_id}
 
 

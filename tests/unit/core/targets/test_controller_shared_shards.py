@@ -8,13 +8,12 @@ import pytest
 
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import Bring
-from memstore.testing.controller.holder import FakeRank
+from memstore.testing.controller.holder import DirectedRank
 from memstore.testing.controller.world import JOB, ControllerWorld
-from memstore.testing.requests import request_of
 from recovery.inventory import StepId
 
 
-def launch(world: ControllerWorld, shards_of: list[int], key: str = "k", **more: Any) -> list[FakeRank]:
+def launch(world: ControllerWorld, shards_of: list[int], key: str = "k", **more: Any) -> list[DirectedRank]:
     """Rank n on host n, naming shards_of[n]."""
     count = max(shards_of) + 1
     hosts = sorted(h for h, x in world.holders.items() if x.is_up)
@@ -26,7 +25,7 @@ def launch(world: ControllerWorld, shards_of: list[int], key: str = "k", **more:
     return ranks
 
 
-def writers(rank: FakeRank) -> list[int]:
+def writers(rank: DirectedRank) -> list[int]:
     """The ranks that copy this rank's shard, as it was sent last."""
     found: list[int] = rank.answers["join"][-1]["shared_shard"][2]
     return found
@@ -76,7 +75,7 @@ def test_a_shared_part_is_read_from_a_writer_without_a_barrier() -> None:
         world.kill_rank(rank)
     ranks = launch(world, [0, 0, 0, 0], "again")
     world.get(ranks)
-    world.holders["h3"].call(ranks[3], request_of("read_step", {"job": JOB, "rank": 0, "step": 1, "of_attempt": 1}))
+    world.call(ranks[3], "read_step", rank=0, step=1, of_attempt=1)
     assert world.run_until(lambda: bool(ranks[3].answers.get("read_step")), 10.0), ranks[3].errors
     [order] = [order for order in world.holders["h3"].received(Bring) if order.use == "read"]
     assert order.shard == WireShard(JOB, 1, 1, 0)

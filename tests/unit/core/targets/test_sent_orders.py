@@ -179,7 +179,7 @@ def test_pages_of_an_order_that_had_no_end_are_nothing_to_the_next_session(monke
     """Journals that come in pages are whole in the end, also if a controller began others before (R16)."""
     monkeypatch.setattr(records, "PAGE_BYTES", 1)
     world = world_with_a_commit()
-    world.holders["h1"].pages.append(b"of a controller that is gone")
+    world.holders["h1"].carry_out(WriteJournal(None, (b"of a controller that is gone",), seq=99, has_more=True))
     world.holders["h1"].journal.clear()
     world.crash_controller()
     world.run(6.0)
