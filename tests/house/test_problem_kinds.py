@@ -17,7 +17,7 @@ PROVED = {
     "host_full": "unit/holder/test_full_folder.py::test_a_fact_without_room_waits",
     "holder_nice": "integration/client/test_holder_priority.py::test_a_holder_comes_forward",
     "over_limit": "unit/arena/test_capacity.py::test_rm_and_a_refused_first_put",
-    "host_warning": "unit/holder/test_holder_warnings.py::test_a_helper_that_was_not_built",
+    "host_warning": "unit/holder/test_controller_session.py::test_a_helper_that_was_not_built",
     "descriptors": "unit/arena/test_descriptors.py::test_a_holder_without_descriptors",
     "files_removed": "integration/faults/test_faults_arena.py::test_removed_files_of_a_living_holder",
     "damage_found": "integration/faults/test_faults_damage.py::test_the_scrub_finds_damage_by_itself",

@@ -352,3 +352,46 @@ def test_no_room_even_for_the_slot_table(small_tmpfs: Path) -> None:
         arena = open_arena(folder)
         assert arena.grow(1) == 1
         arena.close()
+
+
+# -- arena files --------------------------------------------------------------------------------------
+# Files of an arena that were removed, written again from what a holder has open (R35).
+
+
+FILES_CHUNK = 64 << 10
+
+
+@pytest.fixture
+def files_folder() -> Iterator[Path]:
+    with scratch_folder() as path:
+        yield path
+
+
+def files_open_arena(files_folder: Path) -> Arena:
+    return Arena.open(files_folder, limit_bytes=16 * FILES_CHUNK, chunk_bytes=FILES_CHUNK)
+
+
+@pytest.mark.parametrize("what", [("arena", "slots"), ("arena",), ("slots",)])
+def test_removed_files_are_written_again_with_what_is_sealed(files_folder: Path, what: tuple[str, ...]) -> None:
+    """Every sealed slot is in the new files under its number, all others are free, and the old pages are let go of."""
+    arena = files_open_arena(files_folder)
+    arena.grow(6)
+    for slot in range(6):
+        arena.view(slot)[:] = bytes([slot + 1]) * FILES_CHUNK
+        state = SlotState.SEALED if slot % 2 else SlotState.LEASED
+        arena.headers.write(slot, SlotHeader(state, FILES_CHUNK - slot, bytes(16), owner_pid=1))
+    for name in what:
+        (files_folder / name).unlink()
+    assert arena.files_present() == {name: name not in what for name in ("arena", "slots")}
+    pages = os.fstat(arena._fd).st_blocks
+    arena.write_again()
+    if "arena" in what:
+        assert os.fstat(arena._fd).st_blocks * 2 == pages
+    again = files_open_arena(files_folder)
+    assert again.identity != arena.identity
+    assert [again.headers.read(n).state for n in range(6)] == [SlotState.FREE, SlotState.SEALED] * 3
+    for slot in (1, 3, 5):
+        assert again.headers.read(slot).nbytes == FILES_CHUNK - slot
+        assert bytes(again.view(slot, FILES_CHUNK - slot)) == bytes([slot + 1]) * (FILES_CHUNK - slot)
+    for one in (arena, again):
+        one.close()

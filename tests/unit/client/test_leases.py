@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+from rank_site import CHUNK_BYTES, SHARD, SHARE_SLOTS, STEP, WAIT_S, Site, send_level
 
+from memstore.core.arena import replica_store
+from memstore.core.arena.slot_table import PeerShare
+from memstore.core.holder import ranks
+from memstore.core.wire.calls import AskSteps
+from memstore.core.wire.orders import StepLevel
 from memstore.core.wire.rank_messages import PutReady, PutTerms, SlotSample
+from memstore.errors import ClosedError
+from memstore.shell.arena.mapping import ArenaMapping
+from memstore.shell.rank import open_links
+from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.leases import ENTERING, FILLED, OPEN, OVER, SUBMITTED, Leases, Tenant
+from memstore.testing.clusters.processes import wait_for
 
 
 class Course(RuleBasedStateMachine):
@@ -132,3 +149,188 @@ def ready(terms: PutTerms, slots: list[int]) -> PutReady:
 
 TestCourse = Course.TestCase
 TestCourse.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+# -- leased slots -------------------------------------------------------------------------------------
+# Slots that a rank filled in another arena than its holder has, or through another file, are never stored (R8).
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    made = Site()
+    yield made
+    made.close()
+
+
+def replace_arena(site: Site) -> None:
+    """The holder is replaced, and so are its files; the rank is leased slots of the new arena under old numbers."""
+    site.holder.close()
+    shutil.rmtree(site.holder.folder)
+    site.begin()
+    wait_for(lambda: "n" in site.holder.state.ranks.links, "the rank's link")
+    site.holder.io.run(ranks.grant_job, site.holder.state, "job")
+    wait_for(lambda: len(site.link.leases.free) == SHARE_SLOTS, "slots of the new arena")
+
+
+def test_a_put_of_another_arena_touches_no_slot_of_this_one(site: Site) -> None:
+    """What it filled is never submitted, kept or given back under the numbers that another put has now (R8)."""
+    put, torn = site.stage(2), site.stage(2)
+    before = put.views()
+    replace_arena(site)
+    other = site.stage(4)
+    assert set(other.slots) >= {*put.slots, *torn.slots}
+    before[0][:4] = b"late"
+    assert bytes(other.views()[0][:4]) == bytes([1]) * 4
+    assert not put.extend(1, 0.0)
+    assert not put.submit(b"", 2 * CHUNK_BYTES)
+    torn.abandon()
+    assert site.link.leases.in_copy == set(other.slots)
+    assert len(site.link.leases.free) == SHARE_SLOTS - 4
+    assert other.submit(b"", 4 * CHUNK_BYTES)
+    send_level(site, "sealed")
+
+
+def test_a_put_that_is_given_up_before_it_was_sent_keeps_no_slot(site: Site) -> None:
+    """Another rank gave the step up while the submission waited for the link's writer: it is never sent, so the holder
+    takes no slot of it, and all are free again.
+    """
+    is_sent = threading.Event()
+    site.link.outbox.put(lambda: is_sent.wait(30.0) and None)
+    put = site.stage(2)
+    assert put.submit(b"", 2 * CHUNK_BYTES)
+    site.link.take_event(StepLevel(job="train", attempt=1, step=STEP, level="skipped"))
+    is_sent.set()
+    wait_for(site.link.outbox.empty, "the link's writer")
+    assert len(site.link.leases.free) == SHARE_SLOTS
+
+
+def test_a_put_whose_copy_ends_after_an_interruption_is_not_submitted(site: Site) -> None:
+    """A collective that was aborted meanwhile may have changed what it copied; an earlier one is stored."""
+    earlier, late = site.stage(2), site.stage(2, STEP + 1)
+    assert earlier.submit(b"", 2 * CHUNK_BYTES)
+    send_level(site, "sealed")
+    site.link.interrupt("a rank of it was lost")
+    assert not late.submit(b"", 2 * CHUNK_BYTES)
+    assert (1, STEP + 1) not in site.link.leases.unsealed
+
+
+def test_a_link_that_is_opened_after_an_interruption_is_interrupted_too(site: Site) -> None:
+    """Else what an aborted collective left could be put through it; the next generation begins with links that work."""
+    try:
+        open_links.interrupt_all("a rank of it was lost")
+        late = HolderLink(site.holder.folder, nonce="late", job="job", rank=1, attempt=1)
+        assert late.interrupted
+        late.close()
+    finally:
+        open_links.allow_links()
+    again = HolderLink(site.holder.folder, nonce="late", job="job", rank=1, attempt=1)
+    assert not again.interrupted
+    again.close()
+
+
+def test_what_was_submitted_from_another_arena_is_not_taken_from_this_one(site: Site) -> None:
+    """A submission that was under way when the files were replaced fails, and its numbers stay the rank's to fill."""
+    put = site.stage()
+    lost: list[object] = []
+    sent, site.link._send = site.link._send, lost.append  # type: ignore[method-assign]
+    assert put.submit(b"", 3 * CHUNK_BYTES)
+    message = site.link.leases.unsealed[1, STEP].message
+    wait_for(lambda: lost, "the message that gets lost")
+    site.link._send = sent  # type: ignore[method-assign]
+    replace_arena(site)
+    site.link.notify(message)  # as one that was queued before the link broke
+    wait_for(lambda: site.levels.count((STEP, "failed")) == 2, "the word on what is resent and on what was queued")
+    assert not site.link.leases.unsealed
+    wait_for(site.is_whole, "the whole share")
+
+
+@contextlib.contextmanager
+def another_file(site: Site) -> Iterator[None]:
+    """The rank has a copy of the arena mapped, as after a mistake that no identity tells."""
+    right = site.link.leases.mapping.open()
+    copy = site.holder.folder / "copy"
+    shutil.copyfile(site.holder.folder / "arena", copy)
+    files = [os.open(path, os.O_RDWR) for path in (copy, site.holder.folder / "slots")]
+    site.link.leases.mapping._mapping = ArenaMapping(site.holder.folder, *files)
+    yield
+    site.link.leases.mapping._mapping.close()
+    os.close(files[0])
+    site.link.leases.mapping._mapping = right
+
+
+def test_what_a_rank_filled_elsewhere_is_not_sealed(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """The holder sees other bytes than the rank: the put fails by name, nothing is kept, and the next one is sealed."""
+    with another_file(site):
+        assert site.stage().submit(b"", 3 * CHUNK_BYTES - 7)
+        send_level(site, "failed")
+    wait_for(site.is_whole, "the whole share")
+    assert "what rank 0 filled is not what its host sees: 3 of 3 chunks differ, the first is chunk 0" in caplog.text
+    assert site.holder.replicas.pin(SHARD) is None
+    assert site.stage().submit(b"", 3 * CHUNK_BYTES - 7)
+    send_level(site, "sealed")
+
+
+@pytest.mark.parametrize("digests", [b"", b"x", bytes(25)])
+def test_a_submitted_put_that_shows_nothing_of_its_bytes_is_refused(site: Site, digests: bytes) -> None:
+    """A process that submits says what it sees in the slots, or the put fails by name and its slots are free again."""
+    put = site.stage()
+    site.link.notify(
+        PutReady(
+            terms=PutTerms(attempt=1, step=STEP, world_size=1),
+            slots=tuple(put.slots),
+            arena=put.mapping.arena,
+            sample=SlotSample(seed=1, digests=digests),
+            layout=b"",
+            nbytes=3 * CHUNK_BYTES,
+            stall_s=0.0,
+        )
+    )
+    send_level(site, "failed")
+    assert site.holder.replicas.pin(SHARD) is None
+    put.abandon()
+    wait_for(site.is_whole, "the whole share")
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda link: link.call(AskSteps(job="job"), WAIT_S),
+        lambda link: link.call_soon(AskSteps(job="job")).result(WAIT_S),
+    ],
+    ids=["call", "call_soon"],
+)
+def test_a_closed_link_answers_every_question_at_once(site: Site, ask: Callable[[HolderLink], Any]) -> None:
+    """No thread would send it, nor learn of its answer; the limit is not waited for."""
+    site.link.close()
+    with pytest.raises(ClosedError, match="connect again"):
+        ask(site.link)
+    assert site.link.calls == {}
+
+
+def test_a_rank_is_leased_no_more_than_its_share(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is submitted and being digested still counts for the rank (R10)."""
+    site.holder.replicas.claim("job", PeerShare(1, {0: SHARE_SLOTS}, SHARE_SLOTS))
+    put, may_go = site.stage(), threading.Event()
+    real = replica_store.chunk_digest
+    monkeypatch.setattr(replica_store, "chunk_digest", lambda view: may_go.wait(WAIT_S) and real(view))
+    assert put.submit(b"", 3 * CHUNK_BYTES)
+    wait_for(lambda: site.holder.replicas.table.submitted, "the submission")
+    site.holder.ranks.reap()
+    with site.holder.replicas.lock:
+        leased = sum(len(slots) for slots in site.holder.replicas.table.leases.values())
+    may_go.set()
+    assert leased == 3
+    assert len(site.link.leases.free) == 3
+
+
+def test_slots_given_back_meanwhile_are_left_to_the_put_that_has_them(site: Site) -> None:
+    """A save in the background keeps or adds slots after its slots were needed: the next put's are not touched (R8)."""
+    put = site.stage(4)
+    put.abandon()
+    other = site.stage(4)
+    assert set(other.slots) & set(put.slots)
+    put.keep([0])
+    assert not put.extend(1, 0.0)
+    assert site.link.leases.in_copy == set(other.slots)
+    assert len(site.link.leases.free) == SHARE_SLOTS - 4
+    assert other.submit(b"", 4 * CHUNK_BYTES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from memstore.config import Config
 from memstore.core.durable.markers import decode_marker, encode_marker
 from memstore.core.durable.slice_format import (
     SLICE_LIMIT_BYTES,
@@ -20,8 +22,10 @@ from memstore.core.durable.slice_format import (
     slice_range,
     slices_count,
 )
+from memstore.core.schedule.durable_interval import next_durable, optimal_every, retire
 from memstore.core.wire.orders import Lineage
 from memstore.errors import ConfigError, IntegrityError
+from memstore.intervals import Every, parse_every
 from memstore.testing.data.durable_steps import JOB, lineage_of
 from recovery.inventory import DurableMarker, ShardSpec, StepId
 
@@ -199,3 +203,245 @@ def test_headers_that_contradict_themselves_say_so() -> None:
     assert "slice 0 has it" in refusal(header_of(spec, 0, manifest_nbytes=0))
     assert "is said to take" in refusal(replace(good, stored_nbytes=(4096, 4095)))
     assert "is said to take" in refusal(replace(good, is_compressed=(False, True)))
+
+
+# -- durable schedule ---------------------------------------------------------------------------------
+# When durable writes start, what they abandon, and what durable_keep lets go (R31).
+
+
+STEPS = st.builds(StepId, st.integers(1, 4), st.integers(0, 200))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("90s", Every(interval_s=90.0)),
+        (" 30min ", Every(interval_s=1800.0)),
+        ("1.5h", Every(interval_s=5400.0)),
+        ("1d", Every(interval_s=86400.0)),
+        ("500 steps", Every(steps=500)),
+        ("1step", Every(steps=1)),
+        (7, Every(steps=7)),
+        ("auto", Every(is_optimal=True)),
+        (None, Every()),
+    ],
+)
+def test_spacing_is_read(text: str | int | None, expected: Every) -> None:
+    """Times, step counts and None are read as documented."""
+    assert parse_every(text) == expected
+
+
+@pytest.mark.parametrize("value", ["", "30", "-5s", "0s", "0 steps", "1.5 steps", "5 parsecs", "9" * 400 + "s", 0, -1])
+def test_bad_spacing_is_refused(value: str | int) -> None:
+    """Anything else is a ConfigError that shows the value and how to write it."""
+    with pytest.raises(ConfigError, match="durable_every=") as caught:
+        parse_every(value)
+    assert "30min" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "package"),
+    [
+        ("durable_every", "often", ""),
+        ("put_every", "1 day", ""),
+        ("durable", "s3://bucket/ck", "obstore"),
+        ("durable_compression", "auto", "zstandard"),
+        ("durable_key_file", "/key", "cryptography"),
+    ],
+)
+def test_config_refuses_what_could_only_fail_later(
+    monkeypatch: pytest.MonkeyPatch, field: str, value: str, package: str
+) -> None:
+    """When it is made, before a store is started or a process has joined: a time, and a package that is not there."""
+    if package:
+        monkeypatch.setitem(sys.modules, package, None)  # as where it is not installed
+    with pytest.raises(ConfigError, match=f"{field}='{value}' .*{package and 'pip install ' + package}"):
+        Config(**{field: value})
+
+
+@given(st.floats(1e-3, 1e5), st.floats(60.0, 1e7))
+def test_the_optimal_distance_keeps_up(write_s: float, mtbf_s: float) -> None:
+    """Never less than a write takes; a write twice as long comes less often, more failures make it come more often."""
+    interval_s = optimal_every(write_s, mtbf_s).interval_s
+    longer_s, rarer_s = optimal_every(2 * write_s, mtbf_s).interval_s, optimal_every(write_s, 2 * mtbf_s).interval_s
+    assert interval_s is not None
+    assert longer_s is not None
+    assert rarer_s is not None
+    assert interval_s >= write_s
+    assert longer_s >= interval_s
+    assert rarer_s >= interval_s
+    assert optimal_every(None, mtbf_s) == Every(interval_s=1800.0)
+
+
+@pytest.mark.parametrize("value", [True, 2.5, b"30min"])
+def test_other_types_are_refused(value: object) -> None:
+    """Bools, floats and bytes are not a spacing."""
+    with pytest.raises(ConfigError):
+        parse_every(value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("every", ["30min", 1000, None])
+def test_first_committed_step_goes_at_once(every: str | int | None) -> None:
+    """The first committed step is written without waiting for any interval."""
+    got = next_durable(5.0, last_started_s=None, last_durable_step=None, committed=[StepId(1, 3)], every=every)
+    assert (got.start, got.abandon) == (StepId(1, 3), None)
+    assert "first" in got.why
+
+
+def test_new_attempt_writes_its_first_step_at_once() -> None:
+    """A new attempt does not wait because its parent has written a step."""
+    got = next_durable(
+        5.0, last_started_s=None, last_durable_step=StepId(1, 100), committed=[StepId(2, 101)], every=1000
+    )
+    assert got.start == StepId(2, 101)
+
+
+def test_nothing_committed_starts_nothing() -> None:
+    """Without a committed step there is nothing to write, however long ago the last write was."""
+    got = next_durable(9e9, last_started_s=0.0, last_durable_step=None, committed=[], every="1s")
+    assert (got.start, got.abandon) == (None, None)
+
+
+@pytest.mark.parametrize(("now", "expected"), [(1059.9, None), (1060.0, StepId(1, 9))])
+def test_interval_is_kept(now: float, expected: StepId | None) -> None:
+    """A newer step is written exactly when the interval since the last start has passed."""
+    got = next_durable(
+        now, last_started_s=1000.0, last_durable_step=StepId(1, 2), committed=[StepId(1, 9), StepId(1, 8)], every="60s"
+    )
+    assert got.start == expected
+
+
+@pytest.mark.parametrize(("step", "is_due"), [(19, False), (20, True), (25, True)])
+def test_step_distance_is_kept(step: int, is_due: bool) -> None:
+    """With a number of steps, the clock does not matter."""
+    got = next_durable(
+        0.0, last_started_s=0.0, last_durable_step=StepId(1, 10), committed=[StepId(1, step)], every="10 steps"
+    )
+    assert (got.start is not None) == is_due
+
+
+def test_unfinished_write_makes_way_only_when_the_next_is_due() -> None:
+    """R31: the older write goes on until the next durable step is due, then it is abandoned."""
+    early, late = (
+        next_durable(
+            now,
+            last_started_s=0.0,
+            last_durable_step=None,
+            committed=[StepId(1, 7)],
+            every="60s",
+            in_progress=StepId(1, 1),
+        )
+        for now in (59.0, 60.0)
+    )
+    assert (early.start, early.abandon) == (None, None)
+    assert (late.start, late.abandon) == (StepId(1, 7), StepId(1, 1))
+    assert "unfinished" in late.why
+
+
+def test_write_that_cannot_be_replaced_by_a_newer_step_goes_on() -> None:
+    """An unfinished write is never abandoned for the same step or an older one."""
+    got = next_durable(
+        1e9, last_started_s=0.0, last_durable_step=None, committed=[StepId(1, 7)], every="1s", in_progress=StepId(1, 7)
+    )
+    assert (got.start, got.abandon) == (None, None)
+
+
+def test_failed_write_is_not_started_again_for_the_same_step() -> None:
+    """A full disk costs one attempt per due step, not a loop on one step."""
+    got = next_durable(
+        1e9,
+        last_started_s=0.0,
+        last_durable_step=None,
+        committed=[StepId(1, 7)],
+        every=1,
+        last_started_step=StepId(1, 7),
+    )
+    assert got.start is None
+
+
+def test_attempt_that_went_back_is_written() -> None:
+    """After a rewind the count starts again instead of waiting to catch up with the abandoned branch (R22)."""
+    got = next_durable(
+        9.0, last_started_s=1.0, last_durable_step=StepId(1, 900), committed=[StepId(2, 501)], every="100 steps"
+    )
+    assert got.start == StepId(2, 501)
+
+
+@given(
+    now=st.floats(0, 1e6),
+    last_started_s=st.none() | st.floats(0, 1e6),
+    last_durable=st.none() | STEPS,
+    committed=st.lists(STEPS, max_size=6),
+    every=st.sampled_from([None, 1, 30, "10s", "1h"]),
+    in_progress=st.none() | STEPS,
+    abandoned=st.integers(0, 10**6),
+)
+def test_decision_is_always_sound(
+    now: float,
+    last_started_s: float | None,
+    last_durable: StepId | None,
+    committed: list[StepId],
+    every: str | int | None,
+    in_progress: StepId | None,
+    abandoned: int,
+) -> None:
+    """Only the newest committed step starts, never one at or behind what is durable or under way."""
+    got = next_durable(
+        now,
+        last_started_s=last_started_s,
+        last_durable_step=last_durable,
+        committed=committed,
+        every=every,
+        in_progress=in_progress,
+        abandoned_in_a_row=abandoned,
+    )
+    assert got.why
+    if got.start is None:
+        assert got.abandon is None
+    else:
+        assert got.start == max(committed)
+        assert all(got.start > step for step in (last_durable, in_progress) if step is not None)
+        assert got.abandon == in_progress
+
+
+@given(write_s=st.integers(1, 500), every=st.sampled_from(["10s", 10]))
+def test_slow_storage_still_gets_durable_steps(write_s: int, every: str | int) -> None:
+    """However slow the storage, patience doubles until writes finish: within 4 x (write + interval) one has."""
+    durable: StepId | None = None
+    running: StepId | None = None
+    started_s, abandoned = None, 0
+    for now in range(4 * (write_s + 10)):  # one committed step a second
+        if running is not None and started_s is not None and now - started_s >= write_s:
+            durable, running, abandoned = running, None, 0
+        got = next_durable(
+            float(now),
+            last_started_s=started_s,
+            last_durable_step=durable,
+            committed=[StepId(1, now)],
+            every=every,
+            in_progress=running,
+            abandoned_in_a_row=abandoned,
+        )
+        if got.start is not None:
+            abandoned += got.abandon is not None
+            running, started_s = got.start, float(now)
+        if durable is not None:
+            return
+    pytest.fail(f"nothing became durable with writes of {write_s} s and durable_every={every}")
+
+
+@given(steps=st.lists(STEPS, max_size=12), keep=st.integers(1, 5))
+def test_retention_keeps_the_newest(steps: list[StepId], keep: int) -> None:
+    """Exactly the `keep` newest stay, and what goes is named oldest first."""
+    gone = retire(dict.fromkeys(steps, ""), keep)
+    kept = sorted(set(steps) - set(gone))
+    assert list(gone) == sorted(gone)
+    assert len(kept) == min(keep, len(set(steps)))
+    assert not kept or not gone or gone[-1] < kept[0]
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_keeping_nothing_is_refused(keep: int) -> None:
+    """The newest durable step is never let go: keep below 1 is a ConfigError."""
+    with pytest.raises(ConfigError, match="durable_keep"):
+        retire({StepId(1, 1): ""}, keep)

@@ -6,13 +6,17 @@ import contextlib
 import queue
 import secrets
 import shutil
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from cli_store import host_causes
+from link_site import WAIT_S, Site, state
 from msgspec import structs
 
 from memstore.config import Config
@@ -21,7 +25,7 @@ from memstore.core.journal.records import place_of_record
 from memstore.core.wire.calls import Called
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import ControllerIdentity
-from memstore.core.wire.orders import Order, PushTargets, Reserve, TermNumber, VerifyCopies, WriteJournal
+from memstore.core.wire.orders import EchoClock, Order, PushTargets, Reserve, TermNumber, VerifyCopies, WriteJournal
 from memstore.core.wire.reports import (
     CopiesVerified,
     FactsWritten,
@@ -31,20 +35,23 @@ from memstore.core.wire.reports import (
     Reserved,
     decode_holder_message,
 )
-from memstore.errors import CapacityError, PeerTimeout, PeerUnreachable
+from memstore.errors import CapacityError, DigestMismatch, PeerTimeout, PeerUnreachable, TransportError
 from memstore.shell.arena import journal_file as journal_module
-from memstore.shell.controller.controller import Session, SessionEnded
+from memstore.shell.arena.slot_headers import SLOTS_NAME
+from memstore.shell.controller.controller import Controller, Session, SessionEnded
 from memstore.shell.holder import controller_session
 from memstore.shell.holder.controller_session import ControllerSession
 from memstore.shell.holder.holder import Holder
 from memstore.shell.host.identity import HostIdentity, read_boot_id
+from memstore.shell.native import extension
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.rank.admin_link import store_root
+from memstore.testing.clusters.directory_membership import DirectoryMembership
 from memstore.testing.clusters.processes import wait_for
 from memstore.testing.clusters.store_name import scratch_store_name
 
-WAIT_S = 60.0
+ORDER_WAIT_S = 60.0
 SECRET = b"s" * 32
 Dial = Callable[[int], Channel]
 
@@ -74,7 +81,7 @@ def dial(holder: Holder) -> Iterator[Dial]:
             secret=SECRET,
             store=holder.config.store,
             identity=ControllerIdentity(term=term),
-            timeout_s=WAIT_S,
+            timeout_s=ORDER_WAIT_S,
         )
         made.append(channel)
         return channel
@@ -92,14 +99,14 @@ class Pause:
 
     def __call__(self) -> None:
         self.at.set()
-        assert self.go.wait(WAIT_S)
+        assert self.go.wait(ORDER_WAIT_S)
 
 
 def send(channel: Channel, order: Order) -> None:
-    channel.send(Kind.EVENT, 0, order, deadline_s=WAIT_S)
+    channel.send(Kind.EVENT, 0, order, deadline_s=ORDER_WAIT_S)
 
 
-def received(channel: Channel, timeout_s: float = WAIT_S) -> HolderMessage:
+def received(channel: Channel, timeout_s: float = ORDER_WAIT_S) -> HolderMessage:
     """The next message but calls: a tool of another test asks every store of this user on the machine."""
     while isinstance(message := decode_holder_message(channel.recv(timeout_s=timeout_s).data), Called):
         pass
@@ -150,7 +157,7 @@ def test_of_two_controllers_at_once_the_higher_term_stays(
 
     monkeypatch.setattr(controller_session, "ControllerSession", Slow)
     older = dial(5)
-    assert pause.at.wait(WAIT_S)
+    assert pause.at.wait(ORDER_WAIT_S)
     newer = dial(6)
     greeted(newer)
     pause.go.set()
@@ -218,14 +225,14 @@ def test_an_order_that_arrived_before_a_newer_session_is_not_obeyed_after_it(
     older = dial(5)
     greeted(older)
     send(older, push_to("old"))
-    assert pause.at.wait(WAIT_S)
+    assert pause.at.wait(ORDER_WAIT_S)
     monkeypatch.setattr(controller_session, "ControllerSession", ControllerSession)
     newer = dial(term)
     greeted(newer)
     obeys(holder, newer)
     pause.go.set()
-    assert closed.acquire(timeout=WAIT_S)  # by the newer session
-    assert closed.acquire(timeout=WAIT_S)  # by its own thread, which is done
+    assert closed.acquire(timeout=ORDER_WAIT_S)  # by the newer session
+    assert closed.acquire(timeout=ORDER_WAIT_S)  # by its own thread, which is done
     assert holder.state.shared_shards.ordinary["job"] != ["old"]
     obeys(holder, newer)
 
@@ -242,7 +249,7 @@ def test_a_fact_of_an_older_controller_is_not_acknowledged_to_the_newer(
     older = dial(5)
     greeted(older)
     send(older, WriteJournal(keep=None, records=(b"old",), seq=7))
-    assert pause.at.wait(WAIT_S)
+    assert pause.at.wait(ORDER_WAIT_S)
     newer, first = dial(6), cast("HolderMessage | None", None)
     with contextlib.suppress(PeerTimeout):
         first = received(newer, 0.3)  # not before the write is over, else it may be missing in what it says
@@ -274,7 +281,7 @@ def test_a_long_journal_comes_in_pages_before_the_inventory(
     given: queue.Queue[HolderMessage | SessionEnded] = queue.Queue()
     session = Session("a", holder.state.info.incarnation, dial(7), lambda _, message: given.put(message))
     session.start()
-    up = given.get(timeout=WAIT_S)
+    up = given.get(timeout=ORDER_WAIT_S)
     session.close()
     assert isinstance(up, HostInventory)
     assert up.journal == records
@@ -294,7 +301,7 @@ def test_a_journal_that_is_being_written_is_not_taken_for_a_damaged_one(
 
     monkeypatch.setattr(journal_module, "_scan", slow)
     dial(5)
-    assert pause.at.wait(WAIT_S)
+    assert pause.at.wait(ORDER_WAIT_S)
     newer, first = dial(6), cast("HolderMessage | None", None)
     with contextlib.suppress(PeerTimeout):
         first = received(newer, 0.3)  # not before the older one has read it
@@ -339,7 +346,7 @@ def test_a_controller_that_comes_before_the_port_is_known_gets_no_inventory(hold
             secret=SECRET,
             store=holder.config.store,
             identity=ControllerIdentity(term=2),
-            timeout_s=WAIT_S,
+            timeout_s=ORDER_WAIT_S,
         ) as early,
         pytest.raises(PeerUnreachable),
     ):
@@ -348,3 +355,156 @@ def test_a_controller_that_comes_before_the_port_is_known_gets_no_inventory(hold
     greeting = received(dial(3))
     assert isinstance(greeting, HostInventory)
     assert greeting.endpoints == here.endpoints
+
+
+# -- session protocol ---------------------------------------------------------------------------------
+# A message that is none ends a holder's session with a warning of its controller (R16).
+
+
+PROTOCOL_WAIT_S = 60.0
+
+
+def test_a_controller_warns_of_what_is_no_report(caplog: pytest.LogCaptureFixture) -> None:
+    """The holder connects again: the log is all that says why."""
+    near, far = socket.socketpair()
+    ended: queue.Queue[Any] = queue.Queue()
+    with Channel(far) as holder:
+        Session("a", 1, Channel(near), lambda _, message: ended.put(message)).start()
+        holder.send(Kind.EVENT, 0, EchoClock(clock_s=1.0), deadline_s=PROTOCOL_WAIT_S)
+        over = ended.get(timeout=PROTOCOL_WAIT_S)
+    assert isinstance(over, SessionEnded)
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert "the session of host a at" in warning
+    assert over.why in warning
+
+
+# -- lease --------------------------------------------------------------------------------------------
+# How long a controller may record facts that no other process may be recording too (R17).
+
+
+LEASE_WAIT_S = 60.0
+
+
+class SlowMembership(DirectoryMembership):
+    """A membership that names the newest controller once, when ordered to, and is out of reach after that."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.asked_s: list[float] = []
+        self.go = threading.Event()
+
+    def claim_term(self, above: int) -> int:
+        return above + 1
+
+    def newest_term(self) -> int:
+        self.asked_s.append(time.monotonic())
+        if len(self.asked_s) > 1:
+            raise TransportError("the membership is out of reach")
+        assert self.go.wait(LEASE_WAIT_S)
+        return 1
+
+
+def test_beats_keep_a_controller_in_charge_while_the_membership_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its hosts are asked before the membership's word runs out, and echo what they were sent (D130)."""
+    site = Site(tmp_path, ["a", "b"], monkeypatch)
+
+    def away() -> int:
+        raise TransportError("the membership is out of reach")
+
+    try:
+        machine = site.controller.machine
+        monkeypatch.setattr(site.controller.membership, "newest_term", away)
+        wait_for(
+            lambda: machine.state.now > machine.lease.until_s + site.config.lease_s, "the lease to be the hosts' alone"
+        )
+        wait_for(machine.lease.may_record, "an echo")
+        first_s = min(state.was_with_us_s for state in machine.hosts.states.values())
+        wait_for(lambda: min(s.was_with_us_s for s in machine.hosts.states.values()) > first_s, "newer echoes")
+        assert first_s > machine.lease.until_s - site.config.lease_s
+    finally:
+        site.close()
+
+
+def test_a_lease_counts_from_the_question_not_from_the_answer(tmp_path: Path) -> None:
+    """While the answer was under way another controller may have been elected, and have waited out this lease."""
+    membership = SlowMembership(tmp_path)
+    config = Config(store="lease", detect=0.3)
+    controller = Controller(config, membership, secret=b"s" * 32)
+    began_s = controller.machine.lease.until_s
+    try:
+        wait_for(lambda: membership.asked_s and time.monotonic() > membership.asked_s[0] + config.lease_s, "the lease")
+        membership.go.set()
+        wait_for(lambda: controller.machine.lease.until_s > began_s, "the renewal")
+        assert controller.machine.lease.until_s <= membership.asked_s[0] + config.lease_s
+    finally:
+        membership.go.set()
+        controller.close()
+
+
+# -- holder warnings ----------------------------------------------------------------------------------
+# What a holder says of its host for as long as it lives: in its log, and in each heartbeat, which status shows.
+
+
+def started(folder: Path) -> Holder:
+    """A holder of host h1, whose limit has a warning of its own."""
+    config = Config(store="t-warnings", arena_dir=str(folder), chunk_bytes=64 << 10, interface="127.0.0.1")
+    return Holder(
+        HostIdentity("h1", read_boot_id(), True, {}),
+        config,
+        secret=b"s" * 32,
+        arena_limit_bytes=1 << 20,
+        limit_words=("arena_bytes", "it is small"),
+    )
+
+
+def test_a_helper_that_was_not_built_and_a_damaged_table_are_said_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """pip hides what setup.py prints, so the holder says it; what was chosen by MEMSTORE_NATIVE=0 needs no word."""
+    monkeypatch.setattr(extension, "built", None)
+    monkeypatch.setenv("MEMSTORE_NATIVE", "0")
+    holder = started(tmp_path)
+    holder.close()
+    assert holder.heartbeat().stats.limit_warning == "it is small"
+    monkeypatch.delenv("MEMSTORE_NATIVE")
+    (holder.folder / SLOTS_NAME).write_bytes(b"")
+    holder = started(tmp_path)
+    [words] = host_causes("host_warning", holder.heartbeat().stats)
+    holder.close()
+    assert words.startswith("it is small; ")
+    for part in ("put aside as slots.damaged", "without its native helper", "libxxhash-dev"):
+        assert part in words
+        assert part in caplog.text
+    monkeypatch.setattr(extension, "built", object())  # the remedy: it was installed again
+    holder = started(tmp_path)
+    holder.close()
+    assert host_causes("host_warning", holder.heartbeat().stats) == ["it is small"]
+
+
+# -- holder skips -------------------------------------------------------------------------------------
+# A put that fails in the holder is given up on all ranks, and the pause after it follows from its cause (R12).
+
+
+@pytest.mark.parametrize(("error", "gap"), [(DigestMismatch("a bit flipped"), 1), (CapacityError("full"), 2)])
+def test_only_a_lack_of_room_lengthens_the_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, gap: int
+) -> None:
+    """A failure of one put says nothing of the next."""
+    site = Site(tmp_path, ["a"], monkeypatch)
+    try:
+        (store,) = site.connect()
+        store.put(1, state(1)).wait("committed", WAIT_S)
+
+        def fails(*_: Any, **__: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(site.replicas, "seal_local", fails)
+        ticket = store.put(2, state(2))
+        wait_for(lambda: ticket.is_over, "the end of the put")
+        attempt = site.controller.machine.jobs["job"].attempts[1]
+        wait_for(lambda: attempt.resume_step > 2, "the word of it")
+        assert (ticket.level, attempt.resume_gap) == ("failed", gap)
+    finally:
+        site.close()
