@@ -4,12 +4,95 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from repository import ROOT
-from rulebook import DECISIONS, PROTOCOL, Decision, anchor, chapters, decisions, numbers
+
+# -- rulebook -----------------------------------------------------------------------------------------
+# The numbered texts of the repository, read into values: the protocol's rules and the decisions.
+
+
+PROTOCOL = ROOT / "memstore/PROTOCOL.md"
+DECISIONS = ROOT / "docs/decisions"
+HEADING_RULE = re.compile(r"### (R\d+) \S.*")
+CLAUSE = re.compile(r"- \*\*(R\d+\.\d+)\*\* (.+)")
+HEADING_DECISION = re.compile(r"## (D\d+)\. (\S.*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """One piece of the protocol that is read at a time: a rule's statement, a clause, or when the rule breaks."""
+
+    number: str  # of the clause, else of the rule
+    text: str
+    is_clause: bool = False
+
+
+def rules(text: str) -> dict[str, list[Passage]]:
+    """Return the passages of every rule of a protocol text, in the order in which they stand.
+
+    A number that stands twice raises: a citation of it would name two rules.
+    """
+    found: dict[str, list[Passage]] = {}
+    passages: list[Passage] | None = None
+    for line in text.splitlines():
+        if heading := HEADING_RULE.fullmatch(line):
+            if heading[1] in found:
+                raise ValueError(f"{heading[1]} stands twice")
+            passages = found[heading[1]] = []
+        elif line.startswith("#"):
+            passages = None
+        elif passages is not None and line:
+            clause = CLAUSE.fullmatch(line)
+            rule = next(reversed(found))
+            passages.append(Passage(clause[1], clause[2], is_clause=True) if clause else Passage(rule, line))
+    return found
+
+
+def numbers(text: str) -> set[str]:
+    """Return every number that a citation may name: of rules (`R12`) and of clauses (`R12.3`)."""
+    found = rules(text)
+    return set(found) | {passage.number for passages in found.values() for passage in passages}
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One entry of a chapter of decisions."""
+
+    number: str
+    text: str
+    page: str  # the chapter's file
+
+
+def decisions(pages: Iterable[Path]) -> list[Decision]:
+    """Return the decisions of some chapters, in the order in which they stand."""
+    found = []
+    for page in pages:
+        _, *entries = re.split(r"^(?=## )", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        for entry in entries:
+            heading, _, body = entry.partition("\n")
+            known = HEADING_DECISION.fullmatch(heading)
+            if known is None:
+                raise ValueError(f"{page.name}: {heading!r} is no number and title of a decision")
+            found.append(Decision(known[1], body.strip(), page.name))
+    return found
+
+
+def chapters() -> list[Path]:
+    """Return the pages that decisions stand on."""
+    return sorted(page for page in DECISIONS.glob("*.md") if page.name != "README.md")
+
+
+def anchor(title: str) -> str:
+    """Return what a link calls a heading: in lower case, words joined by dashes."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+# -- citations ----------------------------------------------------------------------------------------
+
 
 RULE, DECISION = re.compile(r"\bR\d+(?:\.\d+)?\b"), re.compile(r"\bD[1-9]\d{0,2}\b")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
@@ -133,3 +216,60 @@ def test_a_link_astray_is_seen(tmp_path: Path) -> None:
     page.write_text("# Faults: noticed and `recovered`\n")
     text = "[a](gone.md) [b](#faults-noticed-and-recovered) [c](page.md#faults) [d](https://example.org/x)"
     assert links_astray(page, text) == ["gone.md", "page.md#faults"]
+
+
+# -- protocol -----------------------------------------------------------------------------------------
+# The protocol keeps its form: rules and clauses are numbered without gaps, each rule has a statement first.
+
+
+RULES_COUNT = 36  # numbers of rules stay: a rule that goes leaves a line that says so
+
+
+def protocol_faults(text: str) -> list[str]:
+    """Return what is wrong with the form of a protocol text."""
+    found, wrong = rules(text), []
+    order = sorted(found, key=lambda rule: int(rule[1:]))
+    if order != [f"R{number}" for number in range(1, len(order) + 1)]:
+        wrong.append(f"the rules are not numbered from R1 without gaps: {order}")
+    for rule, passages in found.items():
+        clauses = [passage.number for passage in passages if passage.is_clause]
+        if clauses != [f"{rule}.{number}" for number in range(1, len(clauses) + 1)]:
+            wrong.append(f"the clauses of {rule} are not numbered from {rule}.1 in order: {clauses}")
+        if not passages or passages[0].is_clause:
+            wrong.append(f"{rule} does not begin with its statement")
+        if strays := [p.text for p in passages[1:] if not p.is_clause and not p.text.startswith("*Breaks when* ")]:
+            wrong.append(f"{rule} has text that no citation can name: {strays}")
+    return wrong
+
+
+def test_the_protocol_is_numbered() -> None:
+    """A reader finds a cited rule by its number."""
+    text = PROTOCOL.read_text(encoding="utf-8")
+    assert len(rules(text)) == RULES_COUNT
+    assert protocol_faults(text) == []
+
+
+GOOD = "### R1 One\n\nIt is so.\n\n- **R1.1** First.\n- **R1.2** Second.\n\n*Breaks when* it rains.\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (GOOD + "\n### R3 Three\n\nIt is.\n", "without gaps: ['R1', 'R3']"),
+        (GOOD.replace("R1.2", "R1.3"), "in order: ['R1.1', 'R1.3']"),
+        (GOOD.replace("R1.2", "R2.2"), "in order: ['R1.1', 'R2.2']"),
+        (GOOD.replace("It is so.\n\n", ""), "does not begin with its statement"),
+        (GOOD + "\nAnd so on.\n", "no citation can name: ['And so on.']"),
+    ],
+)
+def test_a_fault_of_form_is_seen(text: str, fault: str) -> None:
+    """Each kind of fault is named; the text without it has none."""
+    assert protocol_faults(GOOD) == []
+    (found,) = protocol_faults(text)
+    assert fault in found
+
+
+def test_a_number_that_stands_twice_is_refused() -> None:
+    """A citation would not say which of the two it means."""
+    with pytest.raises(ValueError, match="R1 stands twice"):
+        rules(GOOD + GOOD)

@@ -6,7 +6,9 @@ import ast
 import dataclasses
 import importlib.util
 import re
+import subprocess
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
@@ -14,8 +16,11 @@ import pytest
 from repository import ROOT
 
 import memstore
+import memstore.distribution
 from memstore import errors
 from memstore.config import Config
+from memstore.core.report.problems import KINDS
+from memstore.distribution import DISTRIBUTION, installed_version
 
 README_LINES_MAX = 200
 DOCS = ROOT / "docs"
@@ -146,3 +151,95 @@ def test_a_function_that_is_not_there_is_seen() -> None:
     there = "| `client/store.py` | `Store.put` | |"
     rows = f"{there}\n| `client/store.py` | `Store.gone` | |\n| `client/gone.py` | `f` | |\n"
     assert astray(rows) == ["client/store.py Store.gone", "client/gone.py f"]
+
+
+# -- problem kinds ------------------------------------------------------------------------------------
+# Each kind of problem is made by a real fault in a test that does its remedy, and has a row in the manual.
+
+
+#: Kind -> the file below tests/ and the function that breaks something, finds the row, does what it says, sees it go.
+PROVED = {
+    "host_suspect": "unit/core/report/test_problem_remedies.py::test_a_silent_host_is_suspect_then_dead",
+    "host_dead": "unit/core/report/test_problem_remedies.py::test_the_copies_of_a_dead_host_are_rebuilt",
+    "host_drains": "unit/core/report/test_training.py::test_a_notice_that_is_over",
+    "host_full": "unit/holder/test_full_folder.py::test_a_fact_without_room_waits",
+    "holder_nice": "integration/client/test_sharing.py::test_a_holder_comes_forward",
+    "over_limit": "unit/arena/test_capacity.py::test_rm_and_a_refused_first_put",
+    "host_warning": "unit/holder/test_controller_session.py::test_a_helper_that_was_not_built",
+    "descriptors": "unit/arena/test_descriptors.py::test_a_holder_without_descriptors",
+    "files_removed": "integration/faults/test_faults_arena.py::test_removed_files_of_a_living_holder",
+    "damage_found": "integration/faults/test_faults_arena.py::test_the_scrub_finds_damage_by_itself",
+    "launch_waits": "unit/core/attempts/test_controller_attempts.py::test_a_launch_that_gathers",
+    "not_whole": "unit/core/report/test_problem_remedies.py::test_a_step_that_is_nowhere_whole",
+    "step_retired": "unit/core/report/test_problem_remedies.py::test_a_retired_step_is_lifted_by_verify",
+    "few_copies": "unit/core/report/test_problem_remedies.py::test_a_job_with_too_few_hosts",
+    "job_ended": "unit/core/report/test_training.py::test_a_job_that_an_exception_ended",
+    "ranks_ended": "integration/cli/test_cli_training.py::test_a_killed_rank_stops_training",
+    "ranks_unseen": "integration/cli/test_cli_training.py::test_a_killed_rank_stops_training",
+    "rank_late": "unit/core/report/test_training.py::test_one_rank_that_puts_nothing",
+    "training_quiet": "unit/core/report/test_training.py::test_a_training_that_hangs",
+    "nothing_committed": "unit/core/report/test_training.py::test_ranks_that_put_different_steps",
+    "steps_skipped": "integration/cli/test_cli_training.py::test_puts_that_come_faster",
+    "replicas_differ": "integration/client/test_shared_shard_processes.py::test_equal_ranks_that_differ",
+    "placement": "unit/core/report/test_training.py::test_copies_that_cannot_lie_far_apart",
+    "durable_off": "unit/core/report/test_problem_remedies.py::test_a_job_without_durable_storage",
+    "durable_failed": "unit/core/report/test_training.py::test_storage_that_fails_and_one_that_is_slow",
+    "durable_missing": "unit/core/durable/test_controller_durable_looks.py::test_what_durable_storage_lost",
+    "durable_abandoned": "unit/core/report/test_problem_remedies.py::test_writes_that_are_abandoned",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_has_its_test_and_its_row_in_the_manual(kind: str) -> None:
+    """A test that looks for the kind itself, or by a helper of its module that does."""
+    page = (ROOT / "docs/operate/troubleshooting.md").read_text(encoding="utf-8")
+    assert f"| `{kind}` |" in page
+    path, _, begins = PROVED[kind].partition("::")
+    tree = ast.parse((ROOT / "tests" / path).read_text(encoding="utf-8"))
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    [test] = [node for name, node in functions.items() if name.startswith(begins)]
+    called = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)} & functions.keys()
+    looks = [test, *(functions[name] for name in called)]
+    texts = [node.value for look in looks for node in ast.walk(look) if isinstance(node, ast.Constant)]
+    assert kind in texts, f"{PROVED[kind]} does not look for it"
+
+
+def test_a_kind_that_is_gone_keeps_no_test_here() -> None:
+    """The table has the kinds that there are."""
+    assert PROVED.keys() == set(KINDS)
+
+
+# -- distribution -------------------------------------------------------------------------------------
+# The name of the distribution: ours alone, and no text tells a user to install another project's package.
+
+
+# What pip takes for the package of that name: `memstore`, `memstore[extra]`, `memstore==1`, but no path or import name.
+INSTALL = re.compile(r"(?:pip install|requirements?:?)[^\n#]*[\s'\"]memstore(?![\w./-])")
+
+
+def test_the_distribution_is_named_once() -> None:
+    """pyproject.toml and the code agree, and the name is not the one that another project has on PyPI."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert re.findall(r'^name = "(.*)"$', text, re.MULTILINE) == [DISTRIBUTION]
+    assert DISTRIBUTION != "memstore"
+    assert installed_version() == version(DISTRIBUTION)
+
+
+def test_a_bare_source_tree_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an installed distribution the version is unknown, never that of another project's `memstore`."""
+    monkeypatch.setattr(memstore.distribution, "DISTRIBUTION", "ray-memstore-absent")
+    assert installed_version() == "unknown"
+
+
+def test_no_text_installs_the_other_project() -> None:
+    """Docs, errors, the cluster file and CI never install `memstore` by name."""
+    assert INSTALL.search("pip install 'memstore[objects]'")
+    assert INSTALL.search("pip install --quiet torch==2.13.0 memstore")
+    assert not INSTALL.search("pip install ~/memstore-source")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    names = {Path(name) for name in listed.split("\0") if name and not name.endswith(".json")}
+    found = []
+    for name in sorted(names - {Path("tests/house/test_docs.py")}):
+        lines = (ROOT / name).read_text(encoding="utf-8", errors="replace").splitlines()
+        found += [f"{name}:{number}: {line}" for number, line in enumerate(lines, 1) if INSTALL.search(line)]
+    assert not found

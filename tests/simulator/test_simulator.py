@@ -200,3 +200,33 @@ def test_a_put_that_fails_in_a_simulated_holder_says_why_as_a_real_one(
     outcome = play(Scenario(seed=0, step_s=0.15, duration_s=12.0, faults=faults))
     assert not outcome.rule, outcome.why
     assert is_failed in said
+
+
+# -- simulator planted --------------------------------------------------------------------------------
+# The harness is tested: bugs planted in the real code are found, and nothing is found without them.
+
+
+README = ROOT / "memstore" / "testing" / "simulator" / "README.md"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_found(name: str) -> None:
+    """The checker finds the bug, by a rule that it breaks, and the same run without it passes."""
+    bug = BUGS[name]
+    outcome, seeds = bug.hunt()
+    assert outcome.rule in bug.caught_by, f"{bug.what} Found: {outcome.rule or 'nothing'} {outcome.why}"
+    clean = play(replace(bug.scenario, seed=seeds - 1))
+    assert not clean.rule, f"without the bug:\n{clean.page}\n{clean.why}"
+
+
+def test_the_table_has_every_bug() -> None:
+    """The page about the simulator lists what is planted, as `--planted` prints it."""
+    page = README.read_text(encoding="utf-8")
+    assert [name for name, bug in BUGS.items() if f"| {name} | {bug.what} | {bug.breaks} |" not in page] == []
+
+
+def test_enough_bugs_are_planted() -> None:
+    """At least 24, each with a name and a sentence of its own."""
+    assert len(BUGS) >= 24
+    assert len({bug.what for bug in BUGS.values()}) == len(BUGS)

@@ -1,4 +1,4 @@
-"""Ranks that wait for SIGTERM, each in a way of its own; run by `test_sigterm.py`.
+"""Ranks that wait for SIGTERM, each in a way of its own; run by `test_persist.py`.
 
 This process has imported everything and forks a rank for each line of stdin, a wish in JSON: it says the rank's pid,
 and for an empty line waits for its end and says its exit code. A rank says "ready" once step 60 is committed.

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
+import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -17,13 +22,23 @@ import click
 import pytest
 from cli_store import HOSTS, STEPS, cells, open_store, run, run_json, run_remedies, train
 from click.testing import CliRunner
+from msgspec.structs import replace
 
 from memstore.cli import main
+from memstore.cli.events import line
 from memstore.cli.options import Where
 from memstore.cli.output import ExitCode
-from memstore.core.wire.calls import AskStatus
+from memstore.cli.status import state_text
+from memstore.core.report.event_kinds import PROBLEM, ROUTINE, level_of
+from memstore.core.report.recorder import RecentEvents
+from memstore.core.wire.calls import AskStatus, RemoveJob
+from memstore.core.wire.status_rows import EventRow, HostRow, ShortStep
 from memstore.errors import PeerTimeout
+from memstore.shell.controller.event_log import WAITING_MAX, EventLog
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
+from memstore.testing.fuzz.message_samples import blank
+from memstore.testing.ranks.fleet import Fleet
+from memstore.testing.ranks.rank_process import RankNursery, together
 
 
 @pytest.fixture(scope="module")
@@ -397,3 +412,348 @@ def test_verify_finds_damage_and_says_whether_anything_is_lost(tmp_path: Path) -
         assert run(cluster, "status", "--check").exit_code == 3
         for rank in ranks:
             rank.close()
+
+
+# -- cli gone -----------------------------------------------------------------------------------------
+# `ls` and `plan` after everything was restarted and bytes were lost, on real processes (R22).
+
+
+GONE_HOSTS = {"h1": {"rack": "r1"}, "h2": {"rack": "r2"}}
+
+
+def restart(cluster: ProcessCluster) -> None:
+    """Start a controller and all holders after `kill_all`."""
+    cluster.start_controller()
+    for host in GONE_HOSTS:
+        cluster.start_holder(host)
+    cluster.wait_live(*GONE_HOSTS)
+
+
+def manifests_count(cluster: ProcessCluster, host: str) -> int:
+    return sum(1 for _ in (cluster.arena(host) / "manifests").iterdir())
+
+
+def test_what_no_tier_has_is_one_line_after_a_restart(tmp_path: Path) -> None:
+    """One arena lost: the newest step is there, all others are one line; every manifest lost: all are."""
+    with ProcessCluster(tmp_path, GONE_HOSTS) as cluster:
+        for rank in train(cluster.config):
+            rank.close()
+        wait_for(
+            lambda: all(manifests_count(cluster, host) == len(GONE_HOSTS) for host in GONE_HOSTS),
+            "older steps to be dropped",
+        )
+        cluster.kill_all()
+        shutil.rmtree(cluster.arena("h1"))
+        restart(cluster)
+        [job] = run_json(cluster, "ls")["jobs"]
+        assert [step["step"] for step in job["steps"]] == [STEPS - 1]
+        assert [(span["first"], span["last"], span["count"]) for span in job["gone"]] == [(0, STEPS - 2, STEPS - 1)]
+        screen = run(cluster, "ls", "llama3-8b").stdout
+        assert f"steps 0 to {STEPS - 2} (attempt 1): gone, no copy in any tier" in screen
+        plan = run(cluster, "plan", "llama3-8b")
+        assert plan.stdout.startswith(f"llama3-8b: get() now restores step {STEPS - 1} (")
+        assert "not used" not in plan.stdout
+
+        cluster.kill_all()
+        shutil.rmtree(cluster.arena("h1"))
+        for manifest in (cluster.arena("h2") / "manifests").iterdir():
+            manifest.unlink()
+        restart(cluster)
+        [job] = run_json(cluster, "ls")["jobs"]
+        assert job["steps"] == []
+        screen = run(cluster, "ls", "llama3-8b").stdout
+        assert f"steps 0 to {STEPS - 1} (attempt 1): gone, no copy in any tier" in screen
+        assert "committed" not in screen
+        assert "degraded" not in screen
+        plan = run(cluster, "plan", "llama3-8b")
+        assert plan.exit_code == 3
+        assert f"raises RecoveryError: no byte is left of the {STEPS} steps" in plan.stdout
+        assert [line for line in plan.stdout.splitlines() if "not used" in line] == [
+            f"  not used: steps 0 to {STEPS - 1} (attempt 1): gone, no copy in any tier"
+        ]
+
+
+# -- cli events ---------------------------------------------------------------------------------------
+# `memstore events` on real processes: what a person reads, what a program follows, and what must never wait for it.
+
+
+EVENTS_HOSTS = {"h0": {"rack": "r1"}, "h1": {"rack": "r2"}, "h2": {"rack": "r1"}}
+
+
+def asked(cluster: ProcessCluster, *arguments: str) -> list[dict[str, Any]]:
+    """Return what `memstore events --json` prints."""
+    result = CliRunner().invoke(main, ["events", *arguments, "--json", "--store", cluster.config.store])
+    assert result.exit_code == 0, result.output
+    return [json.loads(text) for text in result.stdout.splitlines()]
+
+
+def test_the_account_of_a_job_that_lost_a_host(
+    tmp_path: Path, nursery: RankNursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Puts with the stall that ranks measured, commits, the death, the restore; the same lines in the named file."""
+    log_file = tmp_path / "events.jsonl"
+    monkeypatch.setenv("MEMSTORE_EVENTS", str(log_file))
+    # Repair would bring the bytes to where the ranks sit now before the restore asks for them.
+    with ProcessCluster(tmp_path / "store", EVENTS_HOSTS, detect=60.0, repair_bytes_per_s=8 << 20) as cluster:
+        fleet = Fleet(cluster, nursery, kib=8192)
+        ranks = fleet.begin(["h0", "h1", "h2"], last_step=2)
+        tickets = together(ranks, "ticket", step=2)
+        nbytes = sum(ticket["nbytes"] for ticket in tickets)
+        rows = asked(cluster, "--level", "routine")
+        put, commit = (next(r for r in rows if r["event"] == kind and r["step"] == 2) for kind in ("put", "commit"))
+        slowest = max(range(3), key=lambda rank: tickets[rank]["stall_s"])
+        assert (put["job"], put["ranks"], put["nbytes"]) == ("train", 3, nbytes)
+        assert put["stall_s"]["max"] == pytest.approx(tickets[put["rank"]]["stall_s"], abs=0.05)
+        assert put["stall_s"]["max"] >= tickets[slowest]["stall_s"] - 0.05
+        assert (commit["copies"], commit["degraded"], commit["nbytes"]) == (2, "", nbytes)
+        assert commit["seconds"]["committed"] >= put["seconds"]["sealed"] >= put["stall_s"]["max"] > 0
+
+        last = rows[-1]["seq"]
+        ranks[0].kill()
+        (death,) = wait_for(
+            lambda: [row for row in asked(cluster, "--since", str(last)) if row["event"] == "rank_dead"],
+            "a rank's death",
+        )
+        assert (death["rank"], death["host"], death["attempt"], death["step"]) == (0, "h0", 1, 2)
+        for rank in ranks[1:]:
+            rank.kill()
+        cluster.lose_host("h1")
+        wait_for(lambda: cluster.host_status().get("h1") == "dead", "the death of h1")
+        fleet.resume(["h0", "h2", "h2"])
+        news = asked(cluster, "train", "--level", "routine", "--since", str(last))
+        assert min(row["seq"] for row in news) > last
+        dead = next(row for row in news if row["event"] == "host_dead")
+        restore = next(row for row in news if row["event"] == "restore")
+        assert (dead["host"], dead["shards"]) == ("h1", 3)  # its own, and the others', for it alone is in rack r2
+        assert (restore["step"], restore["steps_lost"], restore["of_attempt"]) == (2, 0, 1)
+        assert sum(restore["bytes"].values()) == nbytes
+        assert restore["bytes"]["durable"] == 0
+
+        written = wait_for(
+            lambda: [r for t in log_file.read_text().splitlines() if (r := json.loads(t))["seq"] == restore["seq"]],
+            "the restore in the file",
+        )
+        assert written == [restore]
+        text = (
+            CliRunner().invoke(main, ["events", "train", "--level", "routine", "--store", cluster.config.store]).stdout
+        )
+        assert "step 2 committed in " in text
+        assert "DEAD: " in text
+        assert "step 2 RESTORED by attempt 2: peer, " in text
+        assert "rank 0 of attempt 1 on h0 is DEAD (pid " in text
+        assert level_of(asked(cluster, "--level", "problem", "--tail", "1")[0]["event"]) == PROBLEM
+        assert ROUTINE not in {level_of(row["event"]) for row in asked(cluster)}
+        of_a_day = asked(cluster, "--since", "1d")
+        assert asked(cluster)[: len(of_a_day)] == of_a_day  # the repair may end between the two
+        assert asked(cluster, "--since", "0s") == []
+        stranger = CliRunner().invoke(main, ["events", "trian", "--store", cluster.config.store])
+        assert "did you mean train?" in stranger.stderr
+        cluster.ask(RemoveJob(job="train", force=True))
+        assert "removed" in [row["event"] for row in asked(cluster, "train", "--tail", "5")]
+
+
+def test_follow_goes_on_over_a_controller_that_dies(tmp_path: Path, nursery: RankNursery) -> None:
+    """What the next controller sees is printed by the same command, with numbers that go on growing (R17)."""
+    with ProcessCluster(tmp_path, {"h0": {}, "h1": {}}) as cluster:
+        command = [
+            sys.executable,
+            "-m",
+            "memstore.cli",
+            "events",
+            "--follow",
+            "--json",
+            "--store",
+            cluster.config.store,
+        ]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+            rows: list[dict[str, Any]] = []
+            assert process.stdout is not None
+            reader = threading.Thread(
+                target=lambda: rows.extend(json.loads(text) for text in process.stdout or ()), daemon=True
+            )
+            reader.start()
+            try:
+                wait_for(lambda: any(row["event"] == "term" for row in rows), "the first controller's line")
+                cluster.kill_controller()
+                cluster.start_controller()
+                wait_for(lambda: sum(row["event"] == "term" for row in rows) > 1, "the second controller's line", 60.0)
+            finally:
+                process.kill()
+                process.wait(30)
+                reader.join(30)
+        seqs = [row["seq"] for row in rows]
+        assert seqs == sorted(set(seqs))
+
+
+def test_a_kind_that_is_not_known_shows_its_fields() -> None:
+    """A newer controller may have kinds that this command has no line for."""
+    assert "odd {'host': 'h1'}" in line(replace(blank(EventRow), event="odd", host="h1"))
+
+
+def test_a_log_that_hangs_costs_lines_never_the_controller(tmp_path: Path) -> None:
+    """No process reads the pipe that the file is: the queue fills, the rest is dropped and counted (R11)."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    log, recent_events = EventLog(str(pipe)), RecentEvents(1)
+    for step in range(2 * WAITING_MAX):
+        recent_events.add("host_dead", 0.0, host="h1", step=step)
+        began_s = time.monotonic()
+        log.take(recent_events)
+        assert time.monotonic() - began_s < 10.0
+    assert WAITING_MAX - 1 <= log.dropped_count <= WAITING_MAX
+    assert recent_events.page(0, None, 0.0).unwritten == log.dropped_count
+    with pipe.open() as reader:  # a process reads at last: the writer goes on and can end
+        text = reader.readline()
+        assert json.loads(text)["step"] == 0
+        log._waiting.queue.clear()
+        log.close()
+        reader.read()
+
+
+def test_routine_lines_are_debug_and_the_rest_info(caplog: pytest.LogCaptureFixture) -> None:
+    """A commit a step would drown a console; a death must be seen there."""
+    log, recent_events = EventLog(""), RecentEvents(1)
+    with caplog.at_level(logging.DEBUG, logger="memstore.events"):
+        recent_events.add("commit", 0.0, job="a", step=1)
+        recent_events.add("host_dead", 0.0, host="h1")
+        log.take(recent_events)
+        log.close()
+    found = {json.loads(record.getMessage())["event"]: record.levelno for record in caplog.records}
+    assert found == {"commit": logging.DEBUG, "host_dead": logging.INFO}
+
+
+def test_a_file_that_cannot_be_written_is_said_once_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The controller goes on; the count is in what `memstore events` answers."""
+    caplog.set_level(logging.WARNING, logger="memstore")
+    log, recent_events = EventLog(str(tmp_path / "no" / "folder")), RecentEvents(1)
+    for _ in range(3):
+        recent_events.add("host_dead", 0.0, host="h1")
+    log.take(recent_events)
+    log.close()
+    assert [r.levelname for r in caplog.records if "could not be written" in r.getMessage()] == ["WARNING"]
+    recent_events.add("host_dead", 0.0, host="h1")
+    log.take(recent_events)
+    assert recent_events.unwritten_count == 3
+
+
+# -- cli drain ----------------------------------------------------------------------------------------
+# `memstore drain` on real processes: the host can go once it says so, and nothing is lost by it (R29).
+
+
+DRAIN_HOSTS = {"h0": {"rack": "r1"}, "h1": {"rack": "r2"}, "h2": {"rack": "r1"}, "h3": {"rack": "r2"}}
+
+
+def drain_run(cluster: ProcessCluster, *arguments: str, code: int = 0) -> tuple[dict[str, Any], str]:
+    """Return what the command wrote to stdout, as JSON, and to stderr."""
+    result = CliRunner().invoke(main, [*arguments, "--store", cluster.config.store, "--json"])
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout) if result.stdout else {}, result.stderr
+
+
+def test_a_drained_host_can_go_and_every_copy_is_still_there(tmp_path: Path, nursery: RankNursery) -> None:
+    """Its ranks put meanwhile; the step put last has all its copies the moment the host is gone."""
+    with ProcessCluster(tmp_path, DRAIN_HOSTS, detect=60.0) as cluster:  # no repair: what is there was there before
+        fleet = Fleet(cluster, nursery)
+        ranks = fleet.begin(["h0", "h1", "h2"], last_step=2)
+        body, _ = drain_run(cluster, "drain", "h1", "--within", "30")
+        assert (body["host"], body["left"]) == ("h1", 0)
+        together(ranks, "train", first=3, last=4)
+        assert drain_run(cluster, "drain", "h1", "--within", "30")[0]["left"] == 0
+        assert any("is to go in" in row["cause"] for row in cluster.status()["problems"])
+        assert {row.host: state_text(row) for row in cluster.ask(AskStatus()).hosts}["h1"] == "draining: can go"
+
+        ranks[1].kill()
+        cluster.lose_host("h1")
+        wait_for(lambda: cluster.host_status()["h1"] == "dead", "the death of h1")
+        job = cluster.job("train")
+        assert (job["committed_step"], job["copies"], job["missing_copies"]) == (4, 2, 0)
+        for rank in ranks:
+            rank.kill()
+        _, got = fleet.resume(["h0", "h3", "h2"])
+        assert got["step"] == 4
+
+
+def test_hosts_drained_one_after_another_never_end_with_no_copy_and_exit_code_0(
+    tmp_path: Path, nursery: RankNursery
+) -> None:
+    """Two hosts, two copies: the first is informed of one copy of two at once, the last of none (exit 4, both)."""
+    with ProcessCluster(tmp_path, {"h0": {}, "h1": {}}) as cluster:
+        fleet = Fleet(cluster, nursery)
+        ranks = fleet.begin(["h0", "h1"], last_step=2)
+        first, _ = drain_run(cluster, "drain", "h0", "--within", "600", code=4)
+        [row] = first["short"]
+        assert (row["job"], row["step"], row["copies"], row["replicas"]) == ("train", 2, 1, 2)
+        for rank in ranks:
+            rank.kill()
+        words = CliRunner().invoke(main, ["drain", "h1", "--within", "600", "--store", cluster.config.store])
+        assert words.exit_code == 4, words.output
+        assert "host h1 must not go: train step 2: 0 of 2 copies elsewhere" in words.stderr
+        status = cluster.status()
+        assert all("0 of 2 copies elsewhere !" in state_text(row) for row in cluster.ask(AskStatus()).hosts)
+        assert [row["severity"] for row in status["problems"] if "0 of 2 copies elsewhere" in row["cause"]] == [
+            "degraded",
+            "degraded",
+        ]
+        cluster.lose_host("h0")
+        wait_for(lambda: cluster.host_status()["h0"] == "dead", "the death of h0")
+        assert drain_run(cluster, "drain", "h1", "--within", "600", code=4)[0]["short"][0]["copies"] == 0
+
+
+def test_a_lone_host_can_go_once_its_step_is_durable(tmp_path: Path, nursery: RankNursery) -> None:
+    """Exit 4 before durable storage has the step, 0 after, with the step named."""
+    gate = tmp_path / "gate"
+    storage = tmp_path / "durable"
+    storage.mkdir()
+    hosts: dict[str, dict[str, str]] = {"h0": {}}
+    with ProcessCluster(tmp_path, hosts, durable_gate=gate, durable=str(storage), durable_every=1) as cluster:
+        fleet = Fleet(cluster, nursery)
+        fleet.begin(["h0"], last_step=2)
+        assert drain_run(cluster, "drain", "h0", "--within", "1", code=4)[0]["short"][0]["copies"] == 0
+        gate.touch()
+        body, _ = drain_run(cluster, "drain", "h0", "--within", "60")
+        assert (body["left"], [row["step"] for row in body["durable"]]) == (0, [2])
+
+
+def test_hosts_that_all_go_leave_the_newest_step_on_durable_storage(tmp_path: Path, nursery: RankNursery) -> None:
+    """By its schedule step 0 alone is durable; with the notices step 3 is, and both hosts can go."""
+    storage = tmp_path / "durable"
+    storage.mkdir()
+    with ProcessCluster(tmp_path / "cluster", {"h0": {}, "h1": {}}) as cluster:
+        ranks = Fleet(cluster, nursery, durable=str(storage), durable_every=1000).begin(["h0", "h1"], last_step=0)
+        ranks[0].call("wait", step=0, level="durable")
+        together(ranks, "train", first=1, last=3)
+        for host in ("h0", "h1"):
+            body, _ = drain_run(cluster, "drain", host, "--within", "60")
+            assert (body["left"], [row["step"] for row in body["durable"]]) == (0, [3])
+        assert sorted(marker.parent.name for marker in storage.glob("train/*/*/marker")) == ["0", "3"]
+
+
+def test_a_notice_can_be_taken_back_and_strangers_and_no_time_are_refused(tmp_path: Path) -> None:
+    """--cancel ends it; a notice without time, and one to an unknown host, are refused in words."""
+    with ProcessCluster(tmp_path, {"h0": {}, "h1": {}}) as cluster:
+        assert drain_run(cluster, "drain", "h1")[0]["drains_s"] > 100
+        assert drain_run(cluster, "drain", "h1", "--cancel")[0]["drains_s"] is None
+        assert "did you mean h0" in drain_run(cluster, "drain", "h00", code=1)[1]
+        assert "must leave some time" in drain_run(cluster, "drain", "h1", "--within", "0", code=2)[1]
+
+
+def test_the_state_of_a_host_says_what_is_left_to_copy_before_it_can_go() -> None:
+    """A dead host is dead, notice or not; a live one that is to go is not "ok"."""
+    short = ShortStep(job="train", step=9, shards=3, copies=1, replicas=2, may_come=True, durable_problem="")
+    host = replace(
+        blank(HostRow),
+        status="live",
+        drains_s=20.0,
+        drain_left=3,
+        pushes=2,
+        status_s=5.0,
+        why="silent",
+        drain_may_come=True,
+        drain_short=[short],
+    )
+    assert state_text(host) == "draining: 3 shards to copy"
+    assert state_text(replace(host, drain_may_come=False)) == "draining: train step 9: 1 of 2 copies elsewhere !"
+    assert state_text(replace(host, status="dead")).endswith(": silent !")
+    assert state_text(replace(host, drains_s=None, pushes=0)) == "ok"

@@ -17,11 +17,9 @@ from memstore.testing.ranks.rank_process import RankNursery, RankProcess
 PROGRAM = SUPPORT.joinpath("dcp_cases.py")
 TABLE = ROOT / "memstore" / "client" / "dcp" / "CASES.md"
 HOSTS = ("h1", "h2", "h3", "h4")
-FILES = [PROGRAM, *PROGRAM.parent.glob("dcp_cases_*.py")]
 CASES = [
     node.name
-    for file in sorted(FILES)
-    for node in ast.parse(file.read_text(encoding="utf-8")).body
+    for node in ast.parse(PROGRAM.read_text(encoding="utf-8")).body
     if isinstance(node, ast.FunctionDef) and [argument.arg for argument in node.args.args] == ["case"]
 ]
 

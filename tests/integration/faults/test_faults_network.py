@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +14,7 @@ import pytest
 from stalls import put_within
 from variants import later
 
+from memstore.inplace import watchdog
 from memstore.testing.clusters.namespaces import NamespaceRig, available
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.nemesis.load_meter import LoadMeter
@@ -17,6 +22,8 @@ from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank_process import RankNursery, RankProcess, together
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(available() is not None, reason=str(available()))]
+
+
 HOSTS = ("h0", "h1", "h2", "h3")
 BUDGET_S = 0.2
 STALL_MAX_S = BUDGET_S + 0.5  # half a second for two busy cores
@@ -212,3 +219,186 @@ def test_links_that_clog_one_by_one_and_clear_in_another_order_converge(
         fleet.kill(ranks)
         _, got = fleet.resume(["h0", "h1", "h2"])
         assert got["step"] == step
+
+
+# -- two networks -------------------------------------------------------------------------------------
+# Hosts with two networks: copies use both, and one that falls silent costs no step (R13, R28).
+
+
+TWO_HOSTS = ("h0", "h1")
+STATE_KIB = 16 << 10
+CHANGED_BYTES = STATE_KIB * 1024 // 4  # a step changes more of its state than that
+COMMIT_S = 25.0  # less than the silence that ends a connection of a host with one network
+DEVICES = ("eth0", "eth1")
+
+
+@pytest.fixture(scope="module")
+def two_rig() -> Iterator[NamespaceRig]:
+    """Two hosts with two links each, and a head node for the controller."""
+    with NamespaceRig([*TWO_HOSTS, "head"], second_link=True) as two_rig:
+        yield two_rig
+
+
+@pytest.fixture
+def cluster(two_rig: NamespaceRig, tmp_path: Path) -> Iterator[ProcessCluster]:
+    """A store on both hosts, whose holders listen on both networks; the controller is dialled on the first."""
+    labels = {host: {"rack": f"r{host}"} for host in TWO_HOSTS}
+    networks = (str(two_rig.network), str(two_rig.second_network))
+    made = ProcessCluster(
+        tmp_path, labels, rig=two_rig, controller_host="head", interface=networks, arena_bytes=256 << 20
+    )
+    with made as cluster:
+        yield cluster
+    for host in TWO_HOSTS:
+        two_rig.heal_second(host)
+
+
+def sent(two_rig: NamespaceRig, host: str) -> dict[str, int]:
+    return {device: two_rig.sent_bytes(host, device) for device in DEVICES}
+
+
+def test_copies_travel_over_both_networks(cluster: ProcessCluster, two_rig: NamespaceRig, nursery: RankNursery) -> None:
+    """Connections are spread over them, so each carries a good part of the bytes."""
+    fleet = Fleet(cluster, nursery, kib=STATE_KIB)
+    before = sent(two_rig, "h0")
+    ranks = fleet.begin(TWO_HOSTS, 2)
+    after = sent(two_rig, "h0")
+    shares = [after[device] - before[device] for device in DEVICES]
+    assert sum(shares) > CHANGED_BYTES
+    assert min(shares) > sum(shares) / 5
+    fleet.kill(ranks)
+
+
+def test_a_network_that_falls_silent_costs_no_step(
+    cluster: ProcessCluster, two_rig: NamespaceRig, nursery: RankNursery
+) -> None:
+    """The second network is cut while copies use it: they go on over the first, and so do the reads of a moved rank."""
+    fleet = Fleet(cluster, nursery, kib=STATE_KIB)
+    ranks = fleet.begin(TWO_HOSTS, 1)
+    two_rig.cut_second("h1")
+    together(ranks, "put", step=2)
+    settled = together(ranks, "settle", step=2, timeout_s=COMMIT_S)
+    assert [reply["level"] for reply in settled] == ["committed", "committed"]
+    before = sent(two_rig, "h0")
+    step = fleet.put_until_committed(ranks, first=3)
+    after = sent(two_rig, "h0")
+    assert after["eth0"] - before["eth0"] > CHANGED_BYTES, "the copies did not travel over the network that is left"
+    fleet.kill(ranks)
+    _, got = fleet.resume([*reversed(TWO_HOSTS)])  # each rank's bytes lie on the other host, and here as a copy
+    assert got["step"] == step
+
+
+def test_the_first_network_may_fail_for_copies_too(
+    cluster: ProcessCluster, two_rig: NamespaceRig, nursery: RankNursery
+) -> None:
+    """Copies that began on it go on over the second while heartbeats, which need the first, are not lost yet."""
+    fleet = Fleet(cluster, nursery, kib=STATE_KIB)
+    ranks = fleet.begin(TWO_HOSTS, 1)
+    two_rig.block("h0", "h1")  # between the two alone: the controller reaches both
+    try:
+        before = sent(two_rig, "h0")
+        together(ranks, "put", step=2)
+        settled = together(ranks, "settle", step=2, timeout_s=COMMIT_S)
+        assert [reply["level"] for reply in settled] == ["committed", "committed"]
+        assert two_rig.sent_bytes("h0", "eth1") - before["eth1"] > CHANGED_BYTES
+    finally:
+        two_rig.unblock("h0", "h1")
+    fleet.kill(ranks)
+
+
+# -- cut lifelines ------------------------------------------------------------------------------------
+# A host that is cut off loses its ranks; one whose processes do not run for a while does not.
+
+
+HANG_S = 2.0
+LISTEN = """
+import sys, time
+from memstore.inplace.lifelines import Lifelines
+lifelines = Lifelines("run", float(sys.argv[1]))
+print(lifelines.port, flush=True)
+while True:
+    for rank, end in lifelines.take_lost({0: 1, 1: 1}, time.monotonic()).items():
+        print(rank, end.name, flush=True)
+    time.sleep(0.05)
+"""
+RANK = """
+import os, subprocess, sys, time
+argv = [sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), *sys.argv[2:]]
+watchdog = subprocess.Popen(argv, stdin=subprocess.PIPE)
+while True:
+    watchdog.stdin.write(b".")
+    watchdog.stdin.flush()
+    time.sleep(0.05)
+"""
+
+
+class Listener:
+    """The process that replaces lost ranks, on host `c`."""
+
+    def __init__(self, cut_rig: NamespaceRig) -> None:
+        self.rig = cut_rig
+        self.process = cut_rig.popen(
+            "c", [sys.executable, "-c", LISTEN, str(HANG_S)], stdout=subprocess.PIPE, text=True
+        )
+        self.port = int(self.process.stdout.readline())
+
+    def start_rank(self, host: str, rank: int) -> None:
+        """Start a rank with its watchdog on a host, and wait until they are connected."""
+        arguments = (self.rig.address("c"), self.port, "run", rank, 1, 60.0)
+        self.rig.popen(host, [sys.executable, "-c", RANK, watchdog.__file__, *map(str, arguments)])
+        port = f":{self.port:04X} "
+
+        def is_connected() -> bool:
+            pids = self.rig.processes(host)
+            return any(f"{port}01" in line for pid in pids for line in open(f"/proc/{pid}/net/tcp"))
+
+        wait_for(is_connected, f"the watchdog of rank {rank}")
+
+    def next_lost(self) -> str:
+        """Return the next rank that is lost, and how."""
+        return str(self.process.stdout.readline())
+
+
+@pytest.fixture
+def cut_rig() -> Iterator[NamespaceRig]:
+    with NamespaceRig(["a", "b", "c"]) as made:
+        yield made
+
+
+@pytest.mark.parametrize("direction", ["both", "from-host", "to-host"])
+def test_the_ranks_of_a_host_that_is_cut_off_are_lost(cut_rig: NamespaceRig, direction: str) -> None:
+    """A link that loses only one direction is cut all the same. No other host's rank is lost."""
+    listener = Listener(cut_rig)
+    listener.start_rank("a", 0)
+    listener.start_rank("b", 1)
+    if direction == "both":
+        cut_rig.cut("a")
+    else:
+        cut_rig.block(*(("a", "c") if direction == "from-host" else ("c", "a")), one_way=True)
+    assert listener.next_lost() == "0 SILENT\n"
+    cut_rig.cut("b")
+    assert listener.next_lost() == "1 SILENT\n"
+
+
+def test_a_host_whose_processes_do_not_run_is_not_lost(cut_rig: NamespaceRig) -> None:
+    """They are starved, or stopped for a while: the host's kernel answers for them."""
+    listener = Listener(cut_rig)
+    listener.start_rank("a", 0)
+    listener.start_rank("b", 1)
+    for pid in cut_rig.processes("a"):
+        os.kill(pid, signal.SIGSTOP)
+    cut_rig.cut("b")
+    assert listener.next_lost() == "1 SILENT\n"
+    cut_rig.kill("a")
+    assert listener.next_lost() == "0 BROKEN\n"
+
+
+def test_a_host_that_is_cut_off_for_a_moment_is_not_lost(cut_rig: NamespaceRig) -> None:
+    """The kernel may have ended the connection; the watchdog makes another one."""
+    listener = Listener(cut_rig)
+    listener.start_rank("a", 0)
+    cut_rig.cut("a")
+    listener.start_rank("b", 1)
+    cut_rig.heal("a")
+    cut_rig.cut("b")
+    assert listener.next_lost() == "1 SILENT\n"

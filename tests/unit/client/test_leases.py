@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
-from rank_site import CHUNK_BYTES, SHARD, SHARE_SLOTS, STEP, WAIT_S, Site, send_level
+from link_site import CHUNK_BYTES, SHARD, SHARE_SLOTS, STEP, WAIT_S, RankSite, send_level
 
 from memstore.core.arena import replica_store
 from memstore.core.arena.slot_table import PeerShare
@@ -156,13 +156,13 @@ TestCourse.settings = settings(max_examples=150, stateful_step_count=40, deadlin
 
 
 @pytest.fixture
-def site() -> Iterator[Site]:
-    made = Site()
+def site() -> Iterator[RankSite]:
+    made = RankSite()
     yield made
     made.close()
 
 
-def replace_arena(site: Site) -> None:
+def replace_arena(site: RankSite) -> None:
     """The holder is replaced, and so are its files; the rank is leased slots of the new arena under old numbers."""
     site.holder.close()
     shutil.rmtree(site.holder.folder)
@@ -172,7 +172,7 @@ def replace_arena(site: Site) -> None:
     wait_for(lambda: len(site.link.leases.free) == SHARE_SLOTS, "slots of the new arena")
 
 
-def test_a_put_of_another_arena_touches_no_slot_of_this_one(site: Site) -> None:
+def test_a_put_of_another_arena_touches_no_slot_of_this_one(site: RankSite) -> None:
     """What it filled is never submitted, kept or given back under the numbers that another put has now (R8)."""
     put, torn = site.stage(2), site.stage(2)
     before = put.views()
@@ -190,7 +190,7 @@ def test_a_put_of_another_arena_touches_no_slot_of_this_one(site: Site) -> None:
     send_level(site, "sealed")
 
 
-def test_a_put_that_is_given_up_before_it_was_sent_keeps_no_slot(site: Site) -> None:
+def test_a_put_that_is_given_up_before_it_was_sent_keeps_no_slot(site: RankSite) -> None:
     """Another rank gave the step up while the submission waited for the link's writer: it is never sent, so the holder
     takes no slot of it, and all are free again.
     """
@@ -204,7 +204,7 @@ def test_a_put_that_is_given_up_before_it_was_sent_keeps_no_slot(site: Site) -> 
     assert len(site.link.leases.free) == SHARE_SLOTS
 
 
-def test_a_put_whose_copy_ends_after_an_interruption_is_not_submitted(site: Site) -> None:
+def test_a_put_whose_copy_ends_after_an_interruption_is_not_submitted(site: RankSite) -> None:
     """A collective that was aborted meanwhile may have changed what it copied; an earlier one is stored."""
     earlier, late = site.stage(2), site.stage(2, STEP + 1)
     assert earlier.submit(b"", 2 * CHUNK_BYTES)
@@ -214,7 +214,7 @@ def test_a_put_whose_copy_ends_after_an_interruption_is_not_submitted(site: Site
     assert (1, STEP + 1) not in site.link.leases.unsealed
 
 
-def test_a_link_that_is_opened_after_an_interruption_is_interrupted_too(site: Site) -> None:
+def test_a_link_that_is_opened_after_an_interruption_is_interrupted_too(site: RankSite) -> None:
     """Else what an aborted collective left could be put through it; the next generation begins with links that work."""
     try:
         open_links.interrupt_all("a rank of it was lost")
@@ -228,7 +228,7 @@ def test_a_link_that_is_opened_after_an_interruption_is_interrupted_too(site: Si
     again.close()
 
 
-def test_what_was_submitted_from_another_arena_is_not_taken_from_this_one(site: Site) -> None:
+def test_what_was_submitted_from_another_arena_is_not_taken_from_this_one(site: RankSite) -> None:
     """A submission that was under way when the files were replaced fails, and its numbers stay the rank's to fill."""
     put = site.stage()
     lost: list[object] = []
@@ -245,7 +245,7 @@ def test_what_was_submitted_from_another_arena_is_not_taken_from_this_one(site: 
 
 
 @contextlib.contextmanager
-def another_file(site: Site) -> Iterator[None]:
+def another_file(site: RankSite) -> Iterator[None]:
     """The rank has a copy of the arena mapped, as after a mistake that no identity tells."""
     right = site.link.leases.mapping.open()
     copy = site.holder.folder / "copy"
@@ -258,7 +258,7 @@ def another_file(site: Site) -> Iterator[None]:
     site.link.leases.mapping._mapping = right
 
 
-def test_what_a_rank_filled_elsewhere_is_not_sealed(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_rank_filled_elsewhere_is_not_sealed(site: RankSite, caplog: pytest.LogCaptureFixture) -> None:
     """The holder sees other bytes than the rank: the put fails by name, nothing is kept, and the next one is sealed."""
     with another_file(site):
         assert site.stage().submit(b"", 3 * CHUNK_BYTES - 7)
@@ -271,7 +271,7 @@ def test_what_a_rank_filled_elsewhere_is_not_sealed(site: Site, caplog: pytest.L
 
 
 @pytest.mark.parametrize("digests", [b"", b"x", bytes(25)])
-def test_a_submitted_put_that_shows_nothing_of_its_bytes_is_refused(site: Site, digests: bytes) -> None:
+def test_a_submitted_put_that_shows_nothing_of_its_bytes_is_refused(site: RankSite, digests: bytes) -> None:
     """A process that submits says what it sees in the slots, or the put fails by name and its slots are free again."""
     put = site.stage()
     site.link.notify(
@@ -299,7 +299,7 @@ def test_a_submitted_put_that_shows_nothing_of_its_bytes_is_refused(site: Site, 
     ],
     ids=["call", "call_soon"],
 )
-def test_a_closed_link_answers_every_question_at_once(site: Site, ask: Callable[[HolderLink], Any]) -> None:
+def test_a_closed_link_answers_every_question_at_once(site: RankSite, ask: Callable[[HolderLink], Any]) -> None:
     """No thread would send it, nor learn of its answer; the limit is not waited for."""
     site.link.close()
     with pytest.raises(ClosedError, match="connect again"):
@@ -307,7 +307,7 @@ def test_a_closed_link_answers_every_question_at_once(site: Site, ask: Callable[
     assert site.link.calls == {}
 
 
-def test_a_rank_is_leased_no_more_than_its_share(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_is_leased_no_more_than_its_share(site: RankSite, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is submitted and being digested still counts for the rank (R10)."""
     site.holder.replicas.claim("job", PeerShare(1, {0: SHARE_SLOTS}, SHARE_SLOTS))
     put, may_go = site.stage(), threading.Event()
@@ -323,7 +323,7 @@ def test_a_rank_is_leased_no_more_than_its_share(site: Site, monkeypatch: pytest
     assert len(site.link.leases.free) == 3
 
 
-def test_slots_given_back_meanwhile_are_left_to_the_put_that_has_them(site: Site) -> None:
+def test_slots_given_back_meanwhile_are_left_to_the_put_that_has_them(site: RankSite) -> None:
     """A save in the background keeps or adds slots after its slots were needed: the next put's are not touched (R8)."""
     put = site.stage(4)
     put.abandon()
