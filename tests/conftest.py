@@ -23,7 +23,7 @@ from _pytest import runner
 
 from memstore.testing.clusters import processes
 from memstore.testing.clusters.nursery import Nursery
-from memstore.testing.clusters.store_name import maker_pid
+from memstore.testing.clusters.scratch import maker_pid
 from memstore.testing.nemesis.load_meter import LoadMeter
 from memstore.testing.ranks.rank_process import RankNursery
 
@@ -291,7 +291,7 @@ def shared_cluster() -> Iterator[object]:
     """Start four hosts in two racks, an EmbeddedCluster with a store, for all tests that lose no host."""
     pytest.importorskip("ray")
     from memstore.testing.clusters.embedded import EmbeddedCluster
-    from memstore.testing.clusters.store_name import racks
+    from memstore.testing.clusters.scratch import racks
 
     with _SHARED:
         yield _SHARED.enter_context(EmbeddedCluster(racks(4), cpus_per_host=4))
@@ -303,7 +303,7 @@ def site() -> Iterator[object]:
     pytest.importorskip("ray")
     from memstore.drills.sites.site import EmbeddedSite
     from memstore.testing.clusters.embedded import EmbeddedCluster
-    from memstore.testing.clusters.store_name import racks
+    from memstore.testing.clusters.scratch import racks
 
     with EmbeddedCluster(racks(3)) as cluster:
         site = EmbeddedSite(cluster)

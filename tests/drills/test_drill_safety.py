@@ -22,7 +22,7 @@ from memstore.drills.run.safety import endangered
 from memstore.drills.sites.site import Site
 from memstore.drills.sites.site_options import confirm
 from memstore.errors import PeerUnreachable
-from memstore.testing.fuzz.message_samples import blank
+from memstore.testing.fuzz.messages import blank
 
 
 def job(name: str = "llama") -> JobRow:

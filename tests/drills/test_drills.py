@@ -27,8 +27,7 @@ from memstore.drills.sites.site import EmbeddedSite
 from memstore.errors import DrillError
 from memstore.shell.rank.admin_link import store_root
 from memstore.testing.clusters.embedded import EmbeddedCluster
-from memstore.testing.clusters.scratch_folder import scratch_folder
-from memstore.testing.clusters.store_name import racks
+from memstore.testing.clusters.scratch import racks, scratch_folder
 from memstore.testing.faults import arena_files, processes
 from memstore.testing.ranks.states import alter, compare, make_state
 

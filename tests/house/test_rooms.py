@@ -67,7 +67,6 @@ TESTING: dict[str, str] = {
     "controller": "",
     "clusters": "faults",
     "ranks": "clusters",
-    "data": "clusters",
     "fuzz": "",
     "simulator": "controller faults",
     "nemesis": "clusters faults ranks",
@@ -76,10 +75,9 @@ SIMULATOR: dict[str, str] = {
     "world": "",
     "checks": "world",
     "rank": "checks world",
-    "controller": "checks world",
     "host": "checks world",
-    "run": "checks controller host rank world",
-    "planted": "controller host rank run world",
+    "run": "checks host rank world",
+    "planted": "host rank run world",
 }
 BENCHMARKS: dict[str, str] = {
     "report": "",

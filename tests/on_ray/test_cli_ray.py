@@ -21,7 +21,7 @@ from memstore.config import Config
 from memstore.shell.on_ray.actors import NAMESPACE, controller_name
 from memstore.testing.clusters.embedded import EmbeddedCluster
 from memstore.testing.clusters.processes import wait_for
-from memstore.testing.clusters.store_name import scratch_store_name
+from memstore.testing.clusters.scratch import scratch_store_name
 from memstore.testing.faults.processes import freeze, process_of, thaw
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]

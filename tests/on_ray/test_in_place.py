@@ -5,23 +5,43 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from ray.exceptions import RayTaskError
+from torch.utils.data import DistributedSampler
 from variants import later
+
+from memstore.errors import RecoveryError
+from memstore.inplace.ray_actors import InPlaceGroup
+from memstore.testing.clusters.embedded import EmbeddedCluster
+from memstore.testing.faults.processes import wait_gone, with_start_times
+from memstore.testing.ranks.in_place_job import (
+    DATA_STEPS,
+    GLOBAL_BATCH,
+    LENGTH,
+    REUSE_FAULT_AT,
+    REUSE_STEPS,
+    SEED,
+    STEPS,
+    IndexedSamples,
+    InPlaceRankEnd,
+    ReuseEnd,
+    StopsOnce,
+    train,
+    train_again,
+    train_on_data,
+)
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+
 
 ray = pytest.importorskip("ray")
 
-from ray.exceptions import RayTaskError  # noqa: E402
 
-from memstore.errors import RecoveryError  # noqa: E402
-from memstore.inplace.ray_actors import InPlaceGroup  # noqa: E402
-from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
-from memstore.testing.faults.processes import wait_gone, with_start_times  # noqa: E402
-from memstore.testing.ranks.in_place_job import STEPS, InPlaceRankEnd, StopsOnce, train  # noqa: E402
-
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 RANKS = 3
 HANG_AFTER_S = 2.0
 Faults = dict[tuple[int, int], str]
@@ -135,3 +155,79 @@ def test_a_rank_that_no_host_has_room_for_is_named(shared_cluster: EmbeddedClust
     group = InPlaceGroup(1, actor_options={"num_gpus": 1}, meet_s=2.0)
     with pytest.raises(RecoveryError, match=r"rank 0 of 1 has not started within meet_s=2 s. It needs .*'num_gpus': 1"):
         group.run(train, shared_cluster.config.store, "no-room", {})
+
+
+# -- in place data ------------------------------------------------------------------------------------
+# A rank is killed in place while loaders have run ahead: the committed history has each sample once, in order.
+
+
+DATA_RANKS, EPOCH = 3, LENGTH // GLOBAL_BATCH  # batches in an epoch
+SHARE = GLOBAL_BATCH // DATA_RANKS
+
+
+def ordered(epoch: int) -> list[list[int]]:
+    """Return the batches of an epoch as `SampleOrder` promises them."""
+    order = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
+    return [order[k * GLOBAL_BATCH : (k + 1) * GLOBAL_BATCH] for k in range(EPOCH)]
+
+
+def stateful(epoch: int) -> list[list[int]]:
+    """Return the batches of an epoch as torch's DistributedSampler deals them."""
+    samplers = [
+        DistributedSampler(IndexedSamples(), DATA_RANKS, rank, seed=SEED, drop_last=True) for rank in range(DATA_RANKS)
+    ]
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    shares = [list(sampler) for sampler in samplers]
+    return [[sample for share in shares for sample in share[k * SHARE : (k + 1) * SHARE]] for k in range(EPOCH)]
+
+
+# Of each run: its kind of loader, and (generation, rank) -> the step at which that is killed, before its put.
+DATA_CASES = {
+    "in-an-epoch": (ordered, {(0, 1): 10}),
+    "at-an-epochs-end": (ordered, {(0, 0): 11, (1, 2): 15}),
+    "before-any-commit": (ordered, {(0, 2): 0}),
+    "torchdata": (stateful, {(0, 1): 10}),
+}
+
+
+@pytest.mark.parametrize("name", ["in-an-epoch", *later(*(name for name in DATA_CASES if name != "in-an-epoch"))])
+def test_no_sample_is_doubled_and_none_is_missing(shared_cluster: EmbeddedCluster, name: str) -> None:
+    """All ranks end with the samples of an unbroken run; with `SampleOrder` the workers of the others live on."""
+    epoch_of, faults = DATA_CASES[name]
+    if epoch_of is stateful:
+        pytest.importorskip("torchdata.stateful_dataloader", reason="pip install -e '.[frameworks]'")
+    group = InPlaceGroup(DATA_RANKS, actor_options={"scheduling_strategy": "SPREAD"}, hang_after_s=60.0)
+    ends = group.run(train_on_data, shared_cluster.config.store, f"data-{name}", epoch_of.__name__, faults)
+    unbroken = [batch for epoch in range(DATA_STEPS // EPOCH) for batch in epoch_of(epoch)]
+    assert [end.trained for end in ends] == [unbroken] * DATA_RANKS
+    assert {end.generation for end in ends} == {len(faults)}
+    assert ends[0].first_step <= max(faults.values())
+    are_kept = [bool(end.kept_worker_pids) for end in ends]
+    assert are_kept == [epoch_of is ordered and (len(faults) - 1, rank) not in faults for rank in range(DATA_RANKS)]
+
+
+# -- in place reuse -----------------------------------------------------------------------------------
+# A rank of FSDP2 is lost: the others go on with the tensors they have, and as their replacement does.
+
+
+REUSE_RANKS, LOST = 3, 1
+
+
+def reuse_run(shared_cluster: EmbeddedCluster, job: str, at: Sequence[str]) -> list[ReuseEnd]:
+    """Train a new job; return what each rank returned."""
+    group = InPlaceGroup(REUSE_RANKS, actor_options={"scheduling_strategy": "SPREAD"}, hang_after_s=10.0)
+    return group.run(train_again, shared_cluster.config.store, job, LOST, at)
+
+
+def test_the_others_keep_every_tensor_and_no_loss_changes(shared_cluster: EmbeddedCluster) -> None:
+    """Parameters and moments lie where they lay, and hold what the replacement's hold: all losses are equal.
+
+    The scaler's step begins again behind its unscale_(), and dropout is on although an evaluation broke off.
+    """
+    at = ("backward", "clip", "evaluation")
+    unbroken = reuse_run(shared_cluster, "reuse-unbroken", ())
+    for rank, (end, other) in enumerate(zip(reuse_run(shared_cluster, "reuse-broken", at), unbroken, strict=True)):
+        assert (end.generation, end.restored_step) == (len(at), REUSE_FAULT_AT + len(at) - 1)
+        assert end.losses == {step: other.losses[step] for step in range(REUSE_FAULT_AT + len(at), REUSE_STEPS)}
+        assert end.kept_count == (0 if rank == LOST else end.tensors_count)

@@ -12,7 +12,7 @@ ray = pytest.importorskip("ray")
 
 from memstore.inplace.ray_actors import InPlaceGroup  # noqa: E402
 from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
-from memstore.testing.ranks import in_place_job, reuse_job  # noqa: E402
+from memstore.testing.ranks import in_place_job  # noqa: E402
 from memstore.testing.ranks.shared_gpu import SharedGpu  # noqa: E402
 
 pytestmark = [
@@ -78,10 +78,12 @@ def test_the_others_keep_their_processes_and_no_loss_changes(
 def test_fsdp_goes_on_with_its_tensors_on_the_gpu(cluster: EmbeddedCluster) -> None:
     """A rank dies in a backward; the others keep parameters and moments where they lie."""
     ends = {
-        job: group(hang_after_s=10.0).run(reuse_job.train, cluster.config.store, job, 1, at, SharedGpu())
+        job: group(hang_after_s=10.0).run(in_place_job.train_again, cluster.config.store, job, 1, at, SharedGpu())
         for job, at in (("fsdp-unbroken", ()), ("fsdp-broken", ("backward",)))
     }
     for rank, (end, other) in enumerate(zip(ends["fsdp-broken"], ends["fsdp-unbroken"], strict=True)):
-        assert (end.generation, end.restored_step) == (1, reuse_job.FAULT_AT - 1)
-        assert end.losses == {step: other.losses[step] for step in range(reuse_job.FAULT_AT, reuse_job.STEPS)}
+        assert (end.generation, end.restored_step) == (1, in_place_job.REUSE_FAULT_AT - 1)
+        assert end.losses == {
+            step: other.losses[step] for step in range(in_place_job.REUSE_FAULT_AT, in_place_job.REUSE_STEPS)
+        }
         assert end.kept_count == (0 if rank == 1 else end.tensors_count)

@@ -14,7 +14,7 @@ from memstore.config import MIB, Config  # noqa: E402
 from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
 from memstore.testing.clusters.namespaces import NamespaceRig, available  # noqa: E402
 from memstore.testing.clusters.processes import wait_for  # noqa: E402
-from memstore.testing.clusters.store_name import scratch_store_name  # noqa: E402
+from memstore.testing.clusters.scratch import scratch_store_name  # noqa: E402
 
 pytestmark = [
     pytest.mark.ray,

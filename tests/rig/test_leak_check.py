@@ -17,7 +17,7 @@ import conftest
 import pytest
 
 from memstore.testing.clusters.processes import wait_for
-from memstore.testing.clusters.scratch_folder import scratch_folder
+from memstore.testing.clusters.scratch import scratch_folder
 
 
 @contextmanager
@@ -139,7 +139,7 @@ def test_two_runs_at_once_do_not_report_each_others_stores(tmp_path: Path) -> No
         tmp_path,
         "import pathlib, time\n"
         "from memstore.shell.arena.folder import make_folder\n"
-        "from memstore.testing.clusters.store_name import scratch_store_name\n"
+        "from memstore.testing.clusters.scratch import scratch_store_name\n"
         "def test_meanwhile_others_make_stores():\n"
         f"    pathlib.Path({str(begun)!r}).touch()\n"
         f"    while not pathlib.Path({str(made)!r}).exists():\n"

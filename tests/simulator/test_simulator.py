@@ -21,7 +21,7 @@ from memstore.testing.faults.catalogue import Fault, played_by
 from memstore.testing.part_records import parts_of
 from memstore.testing.simulator.__main__ import main, parser
 from memstore.testing.simulator.planted.catalogue import BUGS
-from memstore.testing.simulator.run import campaign, corpus, faults, people, record
+from memstore.testing.simulator.run import campaign, faults, record
 from memstore.testing.simulator.run.campaign import RunOutcome, Summary, failure_text, play, replay_command, run, shrink
 from memstore.testing.simulator.run.simulation import Simulation
 from memstore.testing.simulator.world.scenario import Scenario, draw
@@ -51,8 +51,8 @@ def test_no_rule_breaks(first: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", corpus.read(CORPUS), ids=lambda row: f"{row.scenario.seed}-{row.rule}")
-def test_a_scenario_that_failed_once_holds(row: corpus.CorpusRow) -> None:
+@pytest.mark.parametrize("row", record.read_corpus(CORPUS), ids=lambda row: f"{row.scenario.seed}-{row.rule}")
+def test_a_scenario_that_failed_once_holds(row: record.CorpusRow) -> None:
     """No scenario of the corpus breaks a rule again."""
     found = complaint([row.scenario])
     assert not found, found
@@ -103,7 +103,7 @@ def test_a_scenario_is_its_line(seed: int) -> None:
 
 def test_every_kind_has_its_function() -> None:
     """The simulator plays what the catalogue gives it a weight for, no more; and its themes draw the rest."""
-    assert {*faults.INJECT, *people.KINDS} == played_by("simulator")
+    assert {*faults.INJECT, *faults.ASKED} == played_by("simulator")
     drawn = {fault.kind for seed in range(400) for fault in draw(seed).faults}
     assert drawn == played_by("simulator")
 
@@ -127,7 +127,7 @@ def test_failures_are_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert main(command) == 1
         assert main(command) == 1
     assert "replay: python -m memstore.testing.simulator --s" in capsys.readouterr().out
-    assert [(row.scenario.seed, row.rule) for row in corpus.read(file)] == [(5, "R16")]
+    assert [(row.scenario.seed, row.rule) for row in record.read_corpus(file)] == [(5, "R16")]
 
 
 def test_a_corpus_line_that_is_none_is_refused(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_corpus_line_that_is_none_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "corpus.jsonl"
     file.write_text('{"rule": "R7"}\n')
     with pytest.raises(ValueError, match=r"corpus\.jsonl:1"):
-        corpus.read(file)
+        record.read_corpus(file)
 
 
 def test_a_campaign_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from memstore.config import Config
 from memstore.core.report.problems import problems
 from memstore.core.wire.status_rows import HostRow, HostStats
 from memstore.testing.clusters.processes import ProcessCluster
-from memstore.testing.fuzz.message_samples import blank
+from memstore.testing.fuzz.messages import blank
 
 HOSTS = {"h1": {"rack": "r1"}, "h2": {"rack": "r2"}, "h3": {"rack": "r1", "memstore": "replica"}}
 STEPS = 3

@@ -34,7 +34,7 @@ from memstore.shell.rank.admin_link import store_root
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.testing.clusters.directory_membership import DirectoryMembership
 from memstore.testing.clusters.processes import wait_for
-from memstore.testing.clusters.store_name import scratch_store_name
+from memstore.testing.clusters.scratch import scratch_store_name
 from recovery.inventory import ShardId
 
 ARENA_BYTES = 16 << 20

@@ -25,7 +25,7 @@ from memstore.errors import DrillError
 from memstore.shell.arena.journal_file import JOURNAL_NAME, read_records
 from memstore.testing.clusters.namespaces import NamespaceRig, enter
 from memstore.testing.clusters.processes import ProcessCluster, kill
-from memstore.testing.clusters.store_name import racks
+from memstore.testing.clusters.scratch import racks
 from memstore.testing.faults.fault_proxy import FaultProxy
 from memstore.testing.ranks.rank_process import LOG_VARIABLE, RankNursery
 

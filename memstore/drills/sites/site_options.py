@@ -117,7 +117,7 @@ def embedded_site(
     from memstore.drills.sites.site import EmbeddedSite
     from memstore.testing.clusters.embedded import EmbeddedCluster
     from memstore.testing.clusters.namespaces import NamespaceRig
-    from memstore.testing.clusters.store_name import racks, scratch_store_name
+    from memstore.testing.clusters.scratch import racks, scratch_store_name
 
     labels = racks(hosts_count)
     with contextlib.ExitStack() as stack:

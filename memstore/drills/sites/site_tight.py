@@ -18,7 +18,7 @@ from memstore.drills.sites.site import EmbeddedSite
 from memstore.errors import DrillError
 from memstore.shell.arena.memory_limits import measure
 from memstore.testing.clusters.embedded import EmbeddedCluster
-from memstore.testing.clusters.store_name import racks, scratch_store_name
+from memstore.testing.clusters.scratch import racks, scratch_store_name
 from memstore.testing.faults.mounts import mount_tmpfs, unmount
 
 BESIDE_BYTES = 4 * MIB  # per host, beside its arena, for slot table, manifests and journal

@@ -25,7 +25,7 @@ from memstore.errors import DrillError
 from memstore.shell.rank.admin_link import store_root
 from memstore.testing.clusters.cluster import Cluster
 from memstore.testing.clusters.namespaces import NamespaceRig
-from memstore.testing.clusters.store_name import scratch_store_name
+from memstore.testing.clusters.scratch import scratch_store_name
 from memstore.testing.faults.arena_files import arena_nbytes
 from memstore.testing.faults.processes import (
     Process,

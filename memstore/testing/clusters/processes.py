@@ -30,7 +30,7 @@ from memstore.shell.rank.admin_link import store_root
 from memstore.testing.clusters.cluster import Cluster
 from memstore.testing.clusters.namespaces import NamespaceRig
 from memstore.testing.clusters.nursery import ForkedProcess, Nursery
-from memstore.testing.clusters.store_name import scratch_store_name
+from memstore.testing.clusters.scratch import scratch_store_name
 from memstore.testing.faults.arena_files import slot_records
 from memstore.testing.faults.fault_proxy import FaultProxy
 
@@ -333,3 +333,16 @@ def kill(process: StartedProcess) -> None:
     if process.poll() is None:
         process.kill()
     process.wait(timeout=START_S)
+
+
+# -- process rights -----------------------------------------------------------------------------------
+# What the system lets this process do.
+
+
+CAP_SYS_NICE = 23
+
+
+def may_lower_nice() -> bool:
+    """Return whether this process may lower nice values: many containers forbid it to root as well."""
+    [line] = [each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("CapEff:")]
+    return bool(int(line.split()[1], 16) >> CAP_SYS_NICE & 1)

@@ -13,7 +13,7 @@ from memstore.core.wire.orders import HostAddress, HostNews
 from memstore.shell.holder.holder import Holder
 from memstore.shell.host.identity import HostIdentity, read_boot_id
 from memstore.shell.rank.admin_link import store_root
-from memstore.testing.clusters.store_name import scratch_store_name
+from memstore.testing.clusters.scratch import scratch_store_name
 
 ARENA_BYTES = 8 << 20
 

@@ -34,9 +34,8 @@ from memstore.testing.simulator.host.context import HostWorld
 from memstore.testing.simulator.host.holder import SimHolder
 from memstore.testing.simulator.host.virtual_io import VirtualIo, Waits, finish
 from memstore.testing.simulator.rank.rank import SimRank, chunk_of
-from memstore.testing.simulator.world.durable_storage import DurableStorage
-from memstore.testing.simulator.world.memory import Memory
-from memstore.testing.simulator.world.processes import Answer, CallFailed, CopiedRead
+from memstore.testing.simulator.world.memory import DurableStorage, Memory
+from memstore.testing.simulator.world.world import Answer, CallFailed, CopiedRead
 from recovery.inventory import Copy, ShardId, ShardSpec, StepId
 
 CHUNKS = 4  # of every shard

@@ -39,14 +39,13 @@ from memstore.core.wire.messages import (
 from memstore.core.wire.orders import decode_order
 from memstore.core.wire.replies import status_fields
 from memstore.testing.controller.holder import CHUNKS, DirectedHolder, DirectedRank, Durable
-from memstore.testing.simulator.controller.controller import decode_inventory, plain_event
-from memstore.testing.simulator.host.rank_link import RankLink
+from memstore.testing.simulator.host.context import RankLink
 from memstore.testing.simulator.host.virtual_io import finish
+from memstore.testing.simulator.run.controller import decode_inventory, plain_event
 from memstore.testing.simulator.world.memory import Memory
-from memstore.testing.simulator.world.network import Network
-from memstore.testing.simulator.world.processes import AnySession
 from memstore.testing.simulator.world.scenario import Scenario
-from memstore.testing.simulator.world.virtual_time import SimProcess, Thread, VirtualTime
+from memstore.testing.simulator.world.virtual_time import Network, SimProcess, Thread, VirtualTime
+from memstore.testing.simulator.world.world import AnySession
 from recovery.inventory import ShardId, StepId
 
 TICK_S = 0.2

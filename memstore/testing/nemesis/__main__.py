@@ -18,11 +18,11 @@ import time
 from pathlib import Path
 
 from memstore.testing.nemesis import leaks
+from memstore.testing.nemesis.ledger import Story
 from memstore.testing.nemesis.load_meter import LoadMeter
 from memstore.testing.nemesis.record import RecordPart, append
 from memstore.testing.nemesis.round import NemesisRound
 from memstore.testing.nemesis.schedule import COMPOSED, draw, without
-from memstore.testing.nemesis.story import Story
 from memstore.testing.part_records import parts_of
 from memstore.testing.ranks.rank_process import RankNursery
 

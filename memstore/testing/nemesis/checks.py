@@ -6,10 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from memstore.testing.nemesis.ledger import Ledger, Step
+from memstore.testing.nemesis.ledger import Ledger, Step, Story
 from memstore.testing.nemesis.load_meter import LoadMeter
 from memstore.testing.nemesis.schedule import NemesisScenario
-from memstore.testing.nemesis.story import Story
 from memstore.testing.ranks.rank import disagreements
 from memstore.testing.ranks.rank_process import RankFailed
 

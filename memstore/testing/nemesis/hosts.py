@@ -21,8 +21,7 @@ from memstore.testing.clusters.cluster import ask_through
 from memstore.testing.clusters.processes import ProcessCluster, StartedProcess
 from memstore.testing.clusters.stepped_clock import stepped_clock
 from memstore.testing.faults.processes import Process, kill, send, wait_gone, with_start_times
-from memstore.testing.nemesis.ledger import Harm, Ledger
-from memstore.testing.nemesis.story import Story
+from memstore.testing.nemesis.ledger import Harm, Ledger, Story
 
 R = TypeVar("R")
 ASK_S = 3.0

@@ -19,10 +19,9 @@ from typing import Any
 from memstore.testing.clusters.stepped_clock import CLOCK_VARIABLE
 from memstore.testing.nemesis.checks import RestoreCheck, check_put
 from memstore.testing.nemesis.hosts import Hosts
-from memstore.testing.nemesis.ledger import Ledger
+from memstore.testing.nemesis.ledger import Ledger, Story
 from memstore.testing.nemesis.load_meter import LoadMeter
 from memstore.testing.nemesis.schedule import NemesisScenario
-from memstore.testing.nemesis.story import Story
 from memstore.testing.ranks.rank_process import RankFailed, RankNursery, RankProcess
 
 JOB = "train"

@@ -11,7 +11,7 @@ from memstore.core.arena.slot_table import SlotState
 from memstore.testing.faults.arena_files import slot_records
 from memstore.testing.faults.processes import process_state
 from memstore.testing.nemesis.hosts import Hosts
-from memstore.testing.nemesis.story import Story
+from memstore.testing.nemesis.ledger import Story
 
 RUN_VARIABLE = "NEMESIS_RUN"  # environment variable of every process of a run
 FDS_MAX = 100  # descriptors of a holder or controller at rest; 12 to 17 were measured for small stores

@@ -13,13 +13,12 @@ from typing import Any, cast
 
 from memstore.config import Config
 from memstore.testing.clusters.embedded import EmbeddedCluster
-from memstore.testing.clusters.store_name import scratch_store_name
+from memstore.testing.clusters.scratch import scratch_store_name
 from memstore.testing.faults.arena_files import holder_process
 from memstore.testing.faults.processes import Process, kill, process_of, send
 from memstore.testing.nemesis.hosts import Hosts
-from memstore.testing.nemesis.ledger import Ledger
+from memstore.testing.nemesis.ledger import Ledger, Story
 from memstore.testing.nemesis.schedule import NemesisScenario
-from memstore.testing.nemesis.story import Story
 
 CHUNK_BYTES = 64 << 10
 

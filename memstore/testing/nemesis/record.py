@@ -7,8 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from memstore.testing.nemesis.ledger import Story
 from memstore.testing.nemesis.schedule import NemesisScenario
-from memstore.testing.nemesis.story import Story
 from memstore.testing.part_records import parts_of, source_commit, write_parts
 
 STORY_LINES_MAX = 120

@@ -14,17 +14,15 @@ from memstore.testing.clusters.processes import ProcessCluster
 from memstore.testing.faults.catalogue import Fault
 from memstore.testing.nemesis import leaks
 from memstore.testing.nemesis.checks import wait_limit_s
-from memstore.testing.nemesis.faults_files import Faults
+from memstore.testing.nemesis.faults import Faults
 from memstore.testing.nemesis.hosts import Hosts
 from memstore.testing.nemesis.job import JOB, NemesisJob
-from memstore.testing.nemesis.ledger import Ledger
+from memstore.testing.nemesis.ledger import Ledger, Story
 from memstore.testing.nemesis.load_meter import LoadMeter
-from memstore.testing.nemesis.observer import Observer, incomplete
+from memstore.testing.nemesis.observers import NemesisReading, Observer, incomplete
 from memstore.testing.nemesis.ray_hosts import RayHosts
-from memstore.testing.nemesis.reading import NemesisReading
 from memstore.testing.nemesis.schedule import NemesisScenario
 from memstore.testing.nemesis.storage import NemesisStorage
-from memstore.testing.nemesis.story import Story
 from memstore.testing.ranks.rank_process import LOG_VARIABLE, RankNursery
 
 ARENA_BYTES = 192 << 20

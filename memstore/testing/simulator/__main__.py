@@ -13,7 +13,7 @@ from pathlib import Path
 
 from memstore.testing.part_records import source_commit
 from memstore.testing.simulator.planted.catalogue import table
-from memstore.testing.simulator.run import corpus
+from memstore.testing.simulator.run import record
 from memstore.testing.simulator.run.campaign import COMMAND, RunOutcome, failure_text, play, run
 from memstore.testing.simulator.run.record import play_on
 from memstore.testing.simulator.world.scenario import Scenario, draw
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         commit, date = source_commit() or "unknown", datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
         for outcome in failed:
             why = outcome.why.strip().splitlines()[-1]
-            corpus.record(corpus.CorpusRow(outcome.rule, date, commit, why, draw(outcome.seed)), options.corpus)
+            record.add_to_corpus(record.CorpusRow(outcome.rule, date, commit, why, draw(outcome.seed)), options.corpus)
     return 1 if failed else 0
 
 
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, help="begin no seed after so many minutes")
     parser.add_argument("--campaign", type=Path, help="play the seeds that this record lacks, and add them to it")
     parser.add_argument("--record", action="store_true", help="append scenarios that fail to the corpus")
-    parser.add_argument("--corpus", type=Path, default=corpus.DEFAULT, help="the corpus file")
+    parser.add_argument("--corpus", type=Path, default=record.CORPUS, help="the corpus file")
     parser.add_argument("--planted", action="store_true", help="hunt every planted bug and print the table")
     parser.add_argument("--seed", type=int, help="play this one and print its page")
     parser.add_argument("--scenario", type=Scenario.from_json, help="play this one, as a failure prints it")

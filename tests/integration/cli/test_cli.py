@@ -36,7 +36,7 @@ from memstore.core.wire.status_rows import EventRow, HostRow, ShortStep
 from memstore.errors import PeerTimeout
 from memstore.shell.controller.event_log import WAITING_MAX, EventLog
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
-from memstore.testing.fuzz.message_samples import blank
+from memstore.testing.fuzz.messages import blank
 from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank_process import RankNursery, together
 

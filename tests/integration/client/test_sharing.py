@@ -34,8 +34,7 @@ from memstore.core.wire.status_rows import HostStats
 from memstore.errors import ConfigError
 from memstore.shell.holder.send_gate import PushGate, SendGate
 from memstore.shell.net.channel import Flight
-from memstore.testing.clusters.process_rights import may_lower_nice
-from memstore.testing.clusters.processes import ProcessCluster, wait_for
+from memstore.testing.clusters.processes import ProcessCluster, may_lower_nice, wait_for
 
 HOSTS = {"near": {"rack": "r1"}, "far": {"rack": "r2", "memstore": "replica"}}
 NOTHING = Flight(0, 0.0)

@@ -57,7 +57,7 @@ from memstore.shell.rank.collective import take_turn
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.testing.clusters.embedded import EmbeddedCluster
 from memstore.testing.clusters.processes import ProcessCluster
-from memstore.testing.clusters.store_name import scratch_store_name
+from memstore.testing.clusters.scratch import scratch_store_name
 
 # -- store start --------------------------------------------------------------------------------------
 # A silent Ray: a process that starts, finds or stops a store gives up at a deadline and says for which host it waited

@@ -14,7 +14,7 @@ from memstore.core.durable.paths import MARKER
 from memstore.errors import CapacityError, ConfigError, IntegrityError, MemstoreError, TransportError
 from memstore.shell.durable import objects
 from memstore.shell.durable.tier import PartsTier, files_from_url
-from memstore.testing.data.durable_steps import (
+from memstore.testing.durable_steps import (
     CHUNK,
     JOB,
     lineage_of,

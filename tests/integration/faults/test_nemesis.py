@@ -20,16 +20,14 @@ from repository import ROOT
 
 from memstore.core.wire.status_rows import AttemptStatus
 from memstore.testing.faults.catalogue import Fault, played_by
-from memstore.testing.fuzz.message_samples import blank
+from memstore.testing.fuzz.messages import blank
 from memstore.testing.nemesis.checks import RestoreCheck, check_put, check_read, stall_bound_s
-from memstore.testing.nemesis.faults import ProcessFaults
-from memstore.testing.nemesis.faults_files import PLAYED
-from memstore.testing.nemesis.ledger import Ledger
+from memstore.testing.nemesis.faults import PLAYED, ProcessFaults
+from memstore.testing.nemesis.ledger import Ledger, Story
 from memstore.testing.nemesis.load_meter import LoadMeter
-from memstore.testing.nemesis.observer import incomplete
+from memstore.testing.nemesis.observers import incomplete
 from memstore.testing.nemesis.record import RecordPart, append, shortened
 from memstore.testing.nemesis.schedule import COMPOSED, draw
-from memstore.testing.nemesis.story import Story
 from memstore.testing.ranks.rank import PutRow
 from memstore.testing.ranks.rank_process import RankFailed
 from memstore.testing.ranks.states import compare, make_state, overwrite

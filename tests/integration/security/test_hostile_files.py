@@ -28,7 +28,7 @@ from memstore.shell.durable.directory import DirectoryFiles
 from memstore.shell.durable.tier import PartsTier
 from memstore.shell.net.listener import Listener
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
-from memstore.testing.data.durable_steps import markers_of
+from memstore.testing.durable_steps import markers_of
 from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank_process import RankNursery, together
 from recovery.inventory import ShardId, ShardSpec, StepId

@@ -21,7 +21,7 @@ from memstore.shell.arena.lock import ArenaLock
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.arena.mapping import ArenaMapping
 from memstore.shell.arena.slot_headers import DAMAGED_NAME, HEADER_NBYTES, RECORD_NBYTES, SlotHeader
-from memstore.testing.clusters.scratch_folder import scratch_folder
+from memstore.testing.clusters.scratch import scratch_folder
 from recovery.inventory import ShardId
 
 CHUNK = 1 << 20

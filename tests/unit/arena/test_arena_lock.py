@@ -24,7 +24,7 @@ from memstore.shell.arena import lock as arena_lock
 from memstore.shell.arena.folder import INCARNATION_NAME, next_incarnation
 from memstore.shell.arena.lock import ArenaLock, LockOwner
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
-from memstore.testing.clusters.scratch_folder import scratch_folder
+from memstore.testing.clusters.scratch import scratch_folder
 from memstore.testing.clusters.stepped_clock import stepped_clock
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import ControllerWorld

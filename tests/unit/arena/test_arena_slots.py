@@ -27,7 +27,7 @@ from memstore.shell.arena.lock import process_start_time
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.arena.mapping import LINE_BYTES, LINES_COUNT, ArenaMapping, differing, sample
 from memstore.shell.arena.slot_headers import SlotHeaders
-from memstore.testing.clusters.scratch_folder import scratch_folder
+from memstore.testing.clusters.scratch import scratch_folder
 from recovery.inventory import ShardId
 
 # -- unbacked slots -----------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from memstore.shell.arena.folder import arena_folder
 from memstore.shell.arena.memory_limits import MemoryLimits, admission, arena_limit, auto_bytes, measure, rooms
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.controller.holder import host_stats
-from memstore.testing.fuzz.message_samples import blank
+from memstore.testing.fuzz.messages import blank
 from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank_process import RankFailed, RankNursery
 

@@ -12,7 +12,7 @@ from memstore.errors import CapacityError, ClosedError, ConfigError
 from memstore.shell.arena import journal_file as journal_module
 from memstore.shell.arena.journal_file import JournalFile
 from memstore.shell.arena.manifests import ManifestFolder
-from memstore.testing.clusters.scratch_folder import scratch_folder
+from memstore.testing.clusters.scratch import scratch_folder
 from recovery.inventory import ShardId
 
 RECORDS = [b"one", b"", b"three" * 100]

@@ -23,7 +23,7 @@ from memstore.config import SECONDS_MAX
 from memstore.core.wire.replies import Status
 from memstore.core.wire.status_rows import AttemptStatus, HostRow, JobRow, ProblemRow
 from memstore.errors import ConfigError
-from memstore.testing.fuzz.message_samples import blank
+from memstore.testing.fuzz.messages import blank
 
 
 def test_a_hostname_names_its_only_host() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from memstore.errors import UnsupportedState
 from memstore.shell.codec.encode import PlanMemory, StatePlan, copy_into, plan_state
-from memstore.testing.fuzz import known_plans
+from memstore.testing.fuzz import targets
 
 CHUNK_BYTES = 64 << 10
 State = dict[str, Any]
@@ -110,8 +110,8 @@ def test_it_is_always_the_plan_of_the_state_at_hand(names: list[str], has_text: 
 @pytest.mark.parametrize("number", range(8))
 def test_buffers_that_swap_tie_and_move_are_laid_out_as_a_fresh_walk_would(number: int) -> None:
     """A short run of `make fuzz`: a tie that comes after tensors changed their order in memory is not lost."""
-    changes = [*known_plans.seeds(), *(Random(seed).randbytes(80) for seed in range(8))]
-    known_plans.plan(changes[number])
+    changes = [*targets.plan_seeds(), *(Random(seed).randbytes(80) for seed in range(8))]
+    targets.known_plan(changes[number])
 
 
 def test_rows_are_used_again_where_only_plain_values_changed(monkeypatch: pytest.MonkeyPatch) -> None:

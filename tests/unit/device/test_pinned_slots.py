@@ -16,7 +16,7 @@ from memstore.shell.arena.mapping import ArenaMapping
 from memstore.shell.device import pinned_memory
 from memstore.shell.device.pinned_memory import PinnedSlots, cuda_runtime
 from memstore.shell.rank.arena_view import RankMapping
-from memstore.testing.clusters.scratch_folder import scratch_folder
+from memstore.testing.clusters.scratch import scratch_folder
 
 CHUNK = 1 << 20
 DEVICE = 3

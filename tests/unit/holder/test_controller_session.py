@@ -49,7 +49,7 @@ from memstore.shell.net.listener import connect_tcp
 from memstore.shell.rank.admin_link import store_root
 from memstore.testing.clusters.directory_membership import DirectoryMembership
 from memstore.testing.clusters.processes import wait_for
-from memstore.testing.clusters.store_name import scratch_store_name
+from memstore.testing.clusters.scratch import scratch_store_name
 
 ORDER_WAIT_S = 60.0
 SECRET = b"s" * 32

@@ -24,7 +24,7 @@ from memstore.shell.host.identity import HostIdentity, read_boot_id
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_tcp
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
-from memstore.testing.clusters.store_name import scratch_store_name
+from memstore.testing.clusters.scratch import scratch_store_name
 from memstore.testing.faults.kept_up import FullFileSystem
 from recovery.inventory import ShardId
 

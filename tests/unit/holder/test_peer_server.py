@@ -23,7 +23,7 @@ from memstore.errors import PeerUnreachable
 from memstore.shell.arena.arena import open_store
 from memstore.shell.net.channel import Channel, Frame
 from memstore.shell.peer.server import PeerServer
-from memstore.testing.clusters.scratch_folder import scratch_folder
+from memstore.testing.clusters.scratch import scratch_folder
 from recovery.inventory import ShardId
 
 CHUNK_BYTES = 64 << 10

@@ -47,9 +47,9 @@ from memstore.shell.rank.admin_link import store_root
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.leases import Tenant
 from memstore.testing.clusters.processes import wait_for
-from memstore.testing.clusters.store_name import scratch_store_name
+from memstore.testing.clusters.scratch import scratch_store_name
 from memstore.testing.faults.processes import process_of, wait_frozen
-from memstore.testing.fuzz.message_samples import blank
+from memstore.testing.fuzz.messages import blank
 from recovery.inventory import ShardId
 
 CHUNK_BYTES = 64 << 10

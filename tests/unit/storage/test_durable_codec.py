@@ -19,7 +19,7 @@ from memstore.errors import ConfigError, IntegrityError, MemstoreError
 from memstore.shell.durable.codec import GAIN_MIN, Codec, key_name, read_key
 from memstore.shell.durable.directory import DirectoryFiles
 from memstore.shell.durable.tier import PartsTier, open_tier
-from memstore.testing.data.durable_steps import (
+from memstore.testing.durable_steps import (
     CHUNK,
     JOB,
     chunks_of,

@@ -17,7 +17,7 @@ from memstore.shell.durable import objects
 from memstore.shell.durable.codec import Codec
 from memstore.shell.durable.directory import DirectoryFiles
 from memstore.shell.durable.tier import PartsTier, files_from_url
-from memstore.testing.data.durable_steps import (
+from memstore.testing.durable_steps import (
     CHUNK,
     JOB,
     files_under,

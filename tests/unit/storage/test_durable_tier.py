@@ -16,7 +16,7 @@ from memstore.errors import ConfigError, DigestMismatch, IntegrityError, Interna
 from memstore.shell.durable import objects
 from memstore.shell.durable.objects import ObjectFiles
 from memstore.shell.durable.tier import PartsTier, files_from_url
-from memstore.testing.data.durable_steps import (
+from memstore.testing.durable_steps import (
     CHUNK,
     JOB,
     chunks_of,

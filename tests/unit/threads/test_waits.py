@@ -22,8 +22,7 @@ from memstore.shell.peer.chunk_frames import Damage
 from memstore.shell.peer.client import PeerClient
 from memstore.shell.threads.priority import BULK_NICE, RankPriority, lower_thread_priority
 from memstore.shell.threads.waits import OwnThreads, answer_of, await_ended
-from memstore.testing.clusters.process_rights import may_lower_nice
-from memstore.testing.clusters.processes import wait_for
+from memstore.testing.clusters.processes import may_lower_nice, wait_for
 
 
 def fail() -> None:

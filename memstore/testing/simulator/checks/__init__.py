@@ -1,4 +1,4 @@
-"""The rules that a simulation is held against, one file for each property.
+"""The rules that a simulation is held against, one file for what they look at.
 
 Processes and the run loop call the checks after every event; a check changes nothing in the store, and raises
 `Violation` with what broke: R is a rule of PROTOCOL.md, I an invariant of the simulator's README. `checker.py` builds

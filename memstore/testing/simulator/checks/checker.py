@@ -10,17 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from memstore.testing.simulator.checks.commits import Commits
-from memstore.testing.simulator.checks.drops import DropCheck
-from memstore.testing.simulator.checks.ending import look_at_the_end
-from memstore.testing.simulator.checks.fences import Fences
+from memstore.testing.simulator.checks.copies import DropCheck, Promises, Redundancy, look_at_the_end
 from memstore.testing.simulator.checks.generations import Generations
 from memstore.testing.simulator.checks.observed import Observed
-from memstore.testing.simulator.checks.promises import Promises
-from memstore.testing.simulator.checks.puts import PutCheck
-from memstore.testing.simulator.checks.redundancy import Redundancy
 from memstore.testing.simulator.checks.restores import Restores
 from memstore.testing.simulator.checks.shared_shards import SharedShardCheck
-from memstore.testing.simulator.checks.stored_bytes import StoredBytes
+from memstore.testing.simulator.checks.stored_bytes import Fences, PutCheck, StoredBytes
 from memstore.testing.simulator.world.world import World
 
 

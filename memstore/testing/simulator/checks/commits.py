@@ -7,12 +7,9 @@ import functools
 from memstore.core.attempts.join import LEFT_FREE
 from memstore.core.cluster.facts import AttemptOpened, StepCommitted
 from memstore.core.journal.records import entry_from_record, place_of_record
-from memstore.testing.simulator.checks.hosts import racks_of
-from memstore.testing.simulator.checks.observed import Observed
+from memstore.testing.simulator.checks.observed import Observed, racks_of
 from memstore.testing.simulator.checks.shared_shards import SharedShardCheck
-from memstore.testing.simulator.world.processes import AnyHolder, AnyRank
-from memstore.testing.simulator.world.violation import Violation
-from memstore.testing.simulator.world.world import World
+from memstore.testing.simulator.world.world import AnyHolder, AnyRank, Violation, World
 from recovery.inventory import ShardId, StepId
 
 NEWCOMER_S = 2.0  # a host that joined this lately may lack a fact that was replicated before

@@ -8,9 +8,7 @@ from typing import Protocol
 
 from memstore.core.arena.slot_table import Owner
 from memstore.testing.simulator.checks.observed import Observed
-from memstore.testing.simulator.world.processes import AnyRank, CopiedRead
-from memstore.testing.simulator.world.violation import Violation
-from memstore.testing.simulator.world.world import World
+from memstore.testing.simulator.world.world import AnyRank, CopiedRead, Violation, World
 from recovery.inventory import ShardId, StepId
 
 MAX_RESTORES = 3  # of one step by whole launches, until it may be given up (R25)

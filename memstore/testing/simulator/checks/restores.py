@@ -6,9 +6,7 @@ from memstore.core.format.manifest import decode_manifest
 from memstore.core.wire.replies import NothingStored, ShardPlaced, StepAgreed
 from memstore.testing.simulator.checks.generations import Generations
 from memstore.testing.simulator.checks.observed import Observed
-from memstore.testing.simulator.world.processes import AnyRank, CopiedRead
-from memstore.testing.simulator.world.violation import Violation
-from memstore.testing.simulator.world.world import World
+from memstore.testing.simulator.world.world import AnyRank, CopiedRead, Violation, World
 from recovery.inventory import ShardId, StepId
 
 

@@ -8,11 +8,8 @@ from typing import Protocol
 from memstore.core.cluster.facts import AttemptOpened, Fact, StepCommitted
 from memstore.core.format.shared_layout import SharedShardLayout
 from memstore.core.wire.replies import Joined, SharedShardPlace
-from memstore.testing.simulator.checks.hosts import are_well, racks_of, trusted_hosts
-from memstore.testing.simulator.checks.observed import Observed
-from memstore.testing.simulator.world.processes import AnyRank
-from memstore.testing.simulator.world.violation import Violation
-from memstore.testing.simulator.world.world import World
+from memstore.testing.simulator.checks.observed import Observed, are_well, racks_of, trusted_hosts
+from memstore.testing.simulator.world.world import AnyRank, Violation, World
 from recovery.inventory import ShardId, StepId
 
 Launch = tuple[int, str | None]  # attempt, key

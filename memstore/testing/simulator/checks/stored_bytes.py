@@ -1,23 +1,74 @@
-"""R6 and R7: the bytes in every memory are what slot headers and manifests say, and stay while they are read.
-
-A memory is looked at after each event that changed it. The same look finds replicas that have gone (R19), slots in
-wrong hands (R8) and incoming replicas of fenced attempts (R21).
-"""
+"""R6, R7, R8 and R21: bytes in every memory are what headers and manifests say, and written by who may write them."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from memstore.core.arena.replica_index import StoredReplica
+from memstore.core.arena.slot_table import SlotState
 from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest, shard_digest
-from memstore.testing.simulator.checks.drops import DropCheck
-from memstore.testing.simulator.checks.fences import Fences
-from memstore.testing.simulator.checks.leases import look_at_leases
+from memstore.testing.simulator.checks.copies import DropCheck
 from memstore.testing.simulator.checks.observed import Observed, Replica
 from memstore.testing.simulator.world.memory import Memory
-from memstore.testing.simulator.world.processes import AnyHolder
-from memstore.testing.simulator.world.violation import Violation
-from memstore.testing.simulator.world.world import World
+from memstore.testing.simulator.world.world import AnyHolder, Violation, World
+from recovery.inventory import ShardId
+
+# -- fences -------------------------------------------------------------------------------------------
+# R21: a holder that has answered a fence takes nothing of an older attempt.
+
+
+class Fences:
+    """The fences that the holders of one simulation have answered."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._answered: dict[tuple[AnyHolder, str], int] = {}  # (holder, job) -> newest attempt
+
+    def answered(self, holder: AnyHolder, job: str, attempt: int) -> None:
+        """Record that a holder has promised to refuse older attempts."""
+        self._answered[holder, job] = max(attempt, self._answered.get((holder, job), 0))
+
+    def is_fenced(self, holder: AnyHolder, job: str, attempt: int) -> bool:
+        """Say whether a holder has promised to refuse an attempt."""
+        return attempt < self._answered.get((holder, job), 0)
+
+    def look_at_incoming(self, holder: AnyHolder) -> None:
+        """Raise Violation if a holder still receives a shard in an attempt that it has fenced."""
+        for (shard, sender, *_), replica in holder.replicas.index.incoming.items():
+            if sender in self.world.holders and self.is_fenced(holder, shard.job, replica.attempt):
+                raise Violation("R21", f"{holder.host_id} receives {shard} of {sender} in a fenced attempt")
+
+    def sealed_here(self, holder: AnyHolder, shard: ShardId) -> None:
+        """Raise Violation if a holder has sealed a local rank's shard of an attempt that it has fenced."""
+        if self.is_fenced(holder, shard.job, shard.attempt):
+            raise Violation("R21", f"{holder.host_id} sealed {shard} although it had answered a newer fence")
+
+
+# -- leases -------------------------------------------------------------------------------------------
+# R8: a rank writes only into slots that are leased to it.
+
+
+def look_at_leases(world: World, holder: AnyHolder) -> None:
+    """Raise Violation if a living rank may write into a slot that its holder leases to another process."""
+    for rank in (*world.ranks, *world.former):
+        if rank.holder is holder and not rank.is_dead:
+            for number in (*rank.pool, *rank.in_copy):
+                slot = holder.replicas.table.slots[number]
+                if slot.state is not SlotState.LEASED or slot.owner != rank.owner:
+                    raise Violation(
+                        "R8",
+                        f"rank {rank.rank} may write slot {number} of {holder.host_id}, "
+                        f"which is {slot.state.name} of {slot.owner}",
+                    )
+
+
+# -- stored bytes -------------------------------------------------------------------------------------
+# R6 and R7: the bytes in every memory are what slot headers and manifests say, and stay while they are read.
+#
+# A memory is looked at after each event that changed it. The same look finds replicas that have gone (R19), slots in
+# wrong hands (R8) and incoming replicas of fenced attempts (R21).
+
 
 SEALED = 3
 
@@ -103,3 +154,26 @@ def _decoded(data: bytes) -> tuple[Manifest, str, frozenset[bytes]]:
     """Return a manifest, the digest of its shard, and the digests of its chunks."""
     manifest = decode_manifest(data)
     return manifest, shard_digest(data), frozenset(chunk.digest for chunk in manifest.chunks)
+
+
+# -- puts ---------------------------------------------------------------------------------------------
+# R8: a holder seals the bytes that its rank has put, and no others.
+
+
+class PutCheck:
+    """What ranks submit, and what their holders make of it."""
+
+    def __init__(self, observed: Observed, fences: Fences) -> None:
+        self.observed, self.fences = observed, fences
+
+    def submitted(self, shard: ShardId, content: list[bytes]) -> None:
+        """Record the bytes that a rank has put."""
+        self.observed.contents.setdefault(shard, []).append(content)
+        self.observed.steps_put += 1
+
+    def sealed_here(self, holder: AnyHolder, shard: ShardId, digests: Sequence[bytes]) -> None:
+        """Look at a shard that a holder has sealed for a local rank."""
+        puts = [[chunk_digest(data) for data in put] for put in self.observed.contents[shard]]
+        if list(digests) not in puts:
+            raise Violation("R8", f"{holder.host_id} sealed other bytes of {shard} than its rank put")
+        self.fences.sealed_here(holder, shard)

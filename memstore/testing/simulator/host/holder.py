@@ -37,13 +37,12 @@ from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.peer.outgoing_shard import OutgoingShards
 from memstore.shell.peer.server import PeerServer
 from memstore.testing.simulator.checks.checker import Checker
-from memstore.testing.simulator.host.context import HostWorld
-from memstore.testing.simulator.host.rank_link import RankLink, hello_of, open_link
+from memstore.testing.simulator.host.context import HostWorld, RankLink, hello_of, open_link
 from memstore.testing.simulator.host.shared_shards import SharedShardHolder, SimSharedShards
 from memstore.testing.simulator.host.virtual_io import VirtualIo, finish
 from memstore.testing.simulator.world.memory import MachineClock, Memory, MemoryArena, MemoryJournal, MemoryManifests
-from memstore.testing.simulator.world.processes import AnyRank, AnySession
 from memstore.testing.simulator.world.virtual_time import Thread, Wait
+from memstore.testing.simulator.world.world import AnyRank, AnySession
 from recovery.inventory import Copy, ShardId
 
 REAP_S = 0.5

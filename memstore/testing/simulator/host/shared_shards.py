@@ -13,10 +13,8 @@ from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder.puts.shared_shards import HolderSharedShards, Newest
 from memstore.core.wire.rank_messages import ShardDiffers
 from memstore.testing.simulator.checks.shared_shards import SharedShardCheck
-from memstore.testing.simulator.world.processes import AnyHolder
-from memstore.testing.simulator.world.violation import Violation
 from memstore.testing.simulator.world.virtual_time import Wait
-from memstore.testing.simulator.world.world import World
+from memstore.testing.simulator.world.world import AnyHolder, Violation, World
 from recovery.inventory import ShardId
 
 WAIT_S_MAX = 3.2  # R34 says 3; steps of virtual time are added

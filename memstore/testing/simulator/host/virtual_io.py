@@ -10,6 +10,7 @@ import math
 import random
 import types
 from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -17,7 +18,7 @@ from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
 from memstore.core.arena.slot_table import Owner, PeerShare
 from memstore.core.durable.markers import MarkerRecord
 from memstore.core.durable.slice_format import slice_nbytes, slice_range, slices_count
-from memstore.core.format.manifest import chunk_digest, decode_manifest
+from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest, shard_digest
 from memstore.core.holder import holder_io, ranks
 from memstore.core.holder.holder_io import (
     CALL_TIMEOUT_S,
@@ -31,25 +32,321 @@ from memstore.core.holder.holder_io import (
     WholeReply,
 )
 from memstore.core.holder.puts import seal
-from memstore.core.holder.reads import bring
+from memstore.core.holder.reads import bring, ready
 from memstore.core.schedule.durable_interval import take_turn
-from memstore.core.wire.codec import Request
-from memstore.core.wire.ids import WireShard
+from memstore.core.wire import codec
+from memstore.core.wire.calls import RankCall, ReadStep
+from memstore.core.wire.codec import Request, reply_decoder
+from memstore.core.wire.error_message import ErrorMessage
+from memstore.core.wire.frame import Kind
+from memstore.core.wire.ids import Endpoint, WireShard
 from memstore.core.wire.orders import CallAnswered, DurablePlace, Lineage, StepLevel
-from memstore.core.wire.peer_messages import ChunkBatch, FetchChunks, OfferedChunk, Refused, WholeShard
+from memstore.core.wire.peer_messages import (
+    ChunkBatch,
+    ChunkRun,
+    ChunksLacking,
+    FetchChunks,
+    Offer,
+    OfferedChunk,
+    Refused,
+    WholeShard,
+    decode_request,
+)
 from memstore.core.wire.rank_messages import CheckInto, HolderEvent, IntoChecked, PutReady, SlotSample, SlotsLeased
-from memstore.core.wire.replies import HostVerified
+from memstore.core.wire.replies import HostVerified, ShardPlaced, decode_pinned
 from memstore.core.wire.reports import MarkersFound
-from memstore.errors import IntegrityError, MemstoreError, PeerRefused, PeerUnreachable, TransportError
+from memstore.errors import (
+    IntegrityError,
+    MemstoreError,
+    PeerRefused,
+    PeerTimeout,
+    PeerUnreachable,
+    ProtocolError,
+    TransportError,
+)
+from memstore.shell.net.channel import Frame
 from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
-from memstore.testing.simulator.host.context import HostContext
-from memstore.testing.simulator.host.peer_requests import PeerLink, connect
-from memstore.testing.simulator.host.rank_link import RankLink
-from memstore.testing.simulator.host.readers import Readers
-from memstore.testing.simulator.world.durable_storage import DurableStorage
-from memstore.testing.simulator.world.violation import Violation
-from memstore.testing.simulator.world.virtual_time import Wait
+from memstore.testing.simulator.host.context import HostContext, RankLink
+from memstore.testing.simulator.world.memory import Crashed, DurableStorage
+from memstore.testing.simulator.world.virtual_time import Thread, Wait
+from memstore.testing.simulator.world.world import AnyRank, CallFailed, CopiedRead, Violation
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
+
+# -- peer requests ------------------------------------------------------------------------------------
+# Requests between simulated holders: each goes to the real peer server of the other, after the link's delay.
+
+
+R = TypeVar("R")
+
+
+class PeerCall:
+    """What the real peer server takes for a channel: one request, whose chunks it pulls from the sender's slots."""
+
+    authenticated = True
+
+    def __init__(self, sender: HostContext, target: HostContext, source: OutgoingReplica | None = None) -> None:
+        self.sender, self.target, self.source = sender, target, source
+        self.peer = f"simulated:{sender.host_id}"
+        self.sent: list[tuple[codec.Message, bytes]] = []
+        self.lack: list[int] = []
+        self.went_bad = ""  # why the sender has to give up in the middle
+        self.is_cut = source is not None and sender.world.network.take("resets")
+        self._bulk = b""
+        self._whole: list[bytes] = []  # chunks that came with the request
+
+    @property
+    def bulk_left(self) -> int:
+        """The bytes of chunks that came with the request and were not taken."""
+        return sum(map(len, self._whole))
+
+    def bring(self) -> None:
+        """Have all chunks of the source come with the request, as they are in the sender's slots now."""
+        assert self.source is not None
+        for index in range(len(self.source.sizes)):
+            view = self._checked(index)
+            if view is None:
+                raise PeerRefused(f"chunk {index} went bad here", is_final=True)
+            self._whole.append(self._flipped(bytes(view)))
+
+    def ask(self, request: codec.Request[R], *, is_reader: bool = False) -> R:
+        """Let the server answer; its errors are raised here, and its death is a lost connection."""
+        try:
+            decoded = decode_request(codec.encode(request))
+            self.target.peer_server._answer(self, 1, decoded, is_reader=is_reader)  # type: ignore[arg-type]
+        except Crashed as crash:
+            if crash.memory is not self.target.memory:
+                raise
+            self.sender.world.note(f"holder {self.target.host_id} died at a write")
+            self.sender.world.kill_holder(self.target.host_id)
+            raise PeerUnreachable(f"host {self.target.host_id} died", host=self.target.host_id) from crash
+        except PeerUnreachable:
+            if self.went_bad:
+                raise PeerRefused(self.went_bad, is_final=True) from None
+            raise
+        answer, _ = self.sent[-1]
+        if isinstance(answer, ErrorMessage):
+            raise answer.rebuilt()
+        return codec.decode_reply(request, codec.encode(answer))
+
+    def chunks(self) -> list[bytes]:
+        """The chunks the server sent, in the order asked for; b"" for one it lacks."""
+        found = []
+        for message, data in self.sent:
+            for size in message.sizes if isinstance(message, ChunkRun) else ():
+                found.append(data[:size])
+                data = data[size:]
+        return found
+
+    def send(
+        self,
+        kind: Kind,
+        request_id: int,
+        message: codec.Message,
+        bulk: Any = (),
+        *,
+        deadline_s: float,
+        gate: object = None,
+    ) -> None:
+        """What the server sends: an answer, or chunks of its own."""
+        data = b"".join(bytes(view) for view in bulk)
+        if kind is Kind.CHUNK and data and self.sender.world.network.take("flips"):
+            data = bytes([data[0] ^ 0x40]) + data[1:]
+        self.sent.append((message, data))
+        if isinstance(message, ChunksLacking):
+            self.lack = list(message.chunks)
+
+    def recv(self, *, timeout_s: float | None) -> Frame:
+        """The next chunk the server lacks, as it is in the sender's slots now; cut off after the first if so drawn."""
+        assert self.source is not None
+        index = self.lack.pop(0)
+        if isinstance(self.source, StreamingReplica):
+            self.target.shared_shards.travels(self.source.shard, index)
+        if self.is_cut and not self.lack:
+            raise PeerUnreachable("the simulated connection was reset in mid-batch", peer=self.peer)
+        view = self._checked(index)
+        if view is None:
+            self.went_bad = f"chunk {index} went bad here"
+            raise PeerUnreachable(self.went_bad, peer=self.peer)
+        self._bulk = self._flipped(bytes(view))
+        return Frame(Kind.CHUNK, 1, codec.encode(ChunkRun(sizes=(len(self._bulk),))), len(self._bulk))
+
+    def _checked(self, index: int) -> memoryview | None:
+        assert self.source is not None
+        if self.source.stored is not None:
+            self.sender.checker.stored_bytes.read(self.sender, self.source.stored, index)
+        return self.source.view(index)
+
+    def _flipped(self, data: bytes) -> bytes:
+        return bytes([data[0] ^ 0x40]) + data[1:] if self.sender.world.network.take("flips") else data
+
+    def recv_bulk_digests(
+        self, chunks: Sequence[Sequence[memoryview]], digests: list[bytes], *, timeout_s: float
+    ) -> None:
+        """Copy them to where the server wants them; cut off before the last chunk of a request if so drawn."""
+        for (view,) in chunks:
+            if self.is_cut and len(self._whole) == 1:
+                raise PeerUnreachable("the simulated connection was reset in mid-request", peer=self.peer)
+            view[:] = self._whole.pop(0) if self._whole else self._bulk
+            digests.append(chunk_digest(view))
+            self.target.memory.version += 1
+
+    def skip_bulk(self, *, timeout_s: float) -> None:
+        """The server has no room for the rest."""
+        self._whole = []
+
+
+@dataclass(frozen=True)
+class PeerLink:
+    """The connections of one holder to one life of another; they end with that life."""
+
+    holder: HostContext
+    peer: HostContext
+    endpoints = (Endpoint("simulated", 1),)
+
+    def ask(
+        self, request: codec.Request[R], source: OutgoingReplica | None = None, limit_s: float = CALL_TIMEOUT_S
+    ) -> Generator[Wait, None, R]:
+        """Send a request after the link's delay; PeerUnreachable if it does not get through, or no answer back."""
+        yield from self._travel(limit_s)
+        fresh = request.shard.id if isinstance(request, Offer) and request.digest is None else None
+        if fresh is not None and (yield from self.peer.before_offer(fresh, self.holder)):
+            yield from self._travel()
+        asked = PeerCall(self.holder, self.peer, source)
+        if isinstance(request, WholeShard):
+            asked.bring()
+        return asked.ask(request)
+
+    def fetch(self, request: FetchChunks, *, is_reader: bool = False) -> Generator[Wait, None, list[bytes]]:
+        """Send a request for chunks and return them, b"" for one that the peer lacks; a reader is a rank."""
+        yield from self._travel()
+        asked = PeerCall(self.holder, self.peer)
+        asked.ask(request, is_reader=is_reader)
+        return asked.chunks()
+
+    def _travel(self, limit_s: float = CALL_TIMEOUT_S) -> Generator[Wait, None, None]:
+        world, me, host = self.holder.world, self.holder.host_id, self.peer.host_id
+        yield world.network.delay(me, host)
+        if world.network.is_silent(me, host):
+            until_s = world.now + limit_s
+            yield lambda: not (world.network.is_silent(me, host) and self._is_open()) or world.now >= until_s
+            if world.now >= until_s:
+                raise PeerTimeout(f"host {host} has not answered for {limit_s:g} s", host=host)
+        if not self._is_open():
+            raise PeerUnreachable(f"host {host} does not answer", host=host)
+
+    def _is_open(self) -> bool:
+        """Say whether the peer is there, and the controller takes it for alive."""
+        world, me, host = self.holder.world, self.holder.host_id, self.peer.host_id
+        is_there = world.holders.get(host) is self.peer and self.peer.is_serving
+        return is_there and host in self.holder.view and world.network.talks(me, host)
+
+
+def connect(holder: HostContext, host: str) -> PeerLink:
+    """Return the connections to a host; PeerUnreachable if it is not in the controller's view."""
+    peer = holder.world.holders.get(host)
+    if peer is None or host not in holder.view:
+        raise PeerUnreachable(f"host {host} is not in the store's view: it is dead or unknown", host=host)
+    return PeerLink(holder, peer)
+
+
+# -- readers ------------------------------------------------------------------------------------------
+# Reads what was brought to a simulated holder for its ranks: copies it out, and digests it again (R23, R25).
+
+
+READ_S = (0.0, 0.05)  # until a reader has copied what was staged for it
+SLOW_SHARE, SLOW_S = 0.2, 2.0  # of readers that take longer than a broken link takes to come back
+
+
+class Readers:
+    """The ranks of one holder, as far as they read."""
+
+    def __init__(self, holder: HostContext) -> None:
+        self.holder = holder
+        self.slowness = random.Random(f"readers {holder.world.scenario.seed} {holder.host_id}")
+        self.opened_s: dict[str, float] = {}  # when an incoming replica was opened, by its name: it is verified since
+
+    def answer(self, link: RankLink, answer: CallAnswered) -> None:
+        """Let a rank take an answer; if it is a read, on a thread of its own."""
+        request = link.process.calls.get(answer.id)
+        if answer.error is not None:
+            link.process.answered(answer.id, CallFailed(": ".join(answer.error)))
+        elif request is None:
+            with suppress(ProtocolError):  # the answer to another call
+                ready.give_back(link, decode_pinned(answer.reply).pin)  # its reader has given up
+        else:
+            reply = reply_decoder(type(request))(answer.reply)
+            if isinstance(reply, ShardPlaced):
+                self.holder.world.spawn(self._read(link, answer.id, request, reply), link.process)
+            else:
+                link.process.answered(answer.id, reply)
+
+    def _read(self, link: RankLink, call_id: int, request: RankCall, placed: ShardPlaced) -> Thread:
+        """Copy out what an answer names and digest it again, as a reader does; then let go of it (R7)."""
+        holder, rank = self.holder, link.process
+        is_whole = not isinstance(request, ReadStep) or request.chunks is None
+        slow_s = self.slowness.uniform(0.0, SLOW_S) if self.slowness.random() < SLOW_SHARE else 0.0
+        yield holder.world.network.rng.uniform(*READ_S) + slow_s
+        wanted = [index for index, slot in enumerate(placed.slots) if slot is not None]
+        read = dict(zip(wanted, rank.read([placed.slots[index] for index in wanted]), strict=True))
+        if rank.link is link and holder.is_up:
+            holder.checker.restores.read_whole(rank, is_pinned=placed.pin in link.pins)
+        fetched = yield from self._fetch(rank, placed)
+        if isinstance(rank.link, RankLink) and rank.holder is not None and rank.holder.is_up:
+            ready.give_back(rank.link, placed.pin)  # as a rank does, on the link that it has now
+        manifest = decode_manifest(placed.manifest)
+        good = {i: data for i, data in {**read, **fetched}.items() if chunk_digest(data) == manifest.chunks[i].digest}
+        bad = [i for i in read if i not in good]
+        if placed.report is not None and (bad or (is_whole and not placed.elsewhere and None in placed.slots)):
+            slots = [n for n in placed.slots if n is not None]
+            holder.checker.restores.read_damaged(rank, slots, self._staged_s(rank))  # a barrier said: good (R27)
+        asked = set(range(len(placed.slots))) if is_whole else {*read, *_elsewhere(placed)}
+        missing = sorted(asked - good.keys())
+        if missing and not (isinstance(request, ReadStep) and request.is_repair):
+            good.update((yield from rank.repair(manifest, missing)))
+        if asked - good.keys():
+            rank.answered(call_id, CallFailed("DigestMismatch: a chunk was damaged before it was read"))
+            return
+        rank.answered(call_id, CopiedRead(placed, dict(sorted(good.items()))))
+
+    def _fetch(self, rank: AnyRank, placed: ShardPlaced) -> Generator[Wait, None, dict[int, bytes]]:
+        """Fetch chunks from other holders as a rank does; those that do not come are left out."""
+        found: dict[int, bytes] = {}
+        manifest = decode_manifest(placed.manifest)
+        digest = shard_digest(placed.manifest)
+        for row in placed.elsewhere:
+            indices = tuple(i for part in row.chunks for i in range(part.first, part.first + part.count))
+            request = FetchChunks(shard=WireShard.of(manifest.shard), digest=digest, chunks=indices)
+            with suppress(MemstoreError):
+                chunks = yield from connect(self.holder, row.host).fetch(request, is_reader=True)
+                found.update(zip(indices, chunks, strict=True))
+                if placed.report is not None:
+                    self._check_source(rank, manifest, digest, row.host, dict(zip(indices, chunks, strict=True)))
+        return found
+
+    def _check_source(
+        self, rank: AnyRank, manifest: Manifest, digest: str, host: str, chunks: dict[int, bytes]
+    ) -> None:
+        """Look at what a source sent a rank of a round: what was bad there before it was staged was found (R23)."""
+        stored = self.holder.world.holders[host].replicas.index.find(manifest.shard, digest)
+        wrong = [i for i, data in chunks.items() if data and chunk_digest(data) != manifest.chunks[i].digest]
+        slots = [stored.slots[i] for i in wrong] if stored is not None else []
+        found = [n for n in slots if n is not None]
+        self.holder.checker.restores.read_damaged(rank, found, self._staged_s(rank), host)
+
+    def _staged_s(self, rank: AnyRank) -> float:
+        """Return since when what was brought for a rank's get has been verified."""
+        order = self.holder.state.reads.newest.get((rank.job, rank.rank))
+        name = ready.name_of(order.read) if order is not None else ""
+        return self.opened_s.get(name, self.holder.world.now)
+
+
+def _elsewhere(placed: ShardPlaced) -> set[int]:
+    parts = (part for row in placed.elsewhere for part in row.chunks)
+    return {i for part in parts for i in range(part.first, part.first + part.count)}
+
+
+# -- virtual io ---------------------------------------------------------------------------------------
+
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from memstore.testing.simulator.planted import (
-    decisions,
-    holder_steps,
-    in_place,
-    pins,
-    shared_shards,
-    stored_bytes,
-    taken_files,
-)
+from memstore.testing.simulator.planted import decisions, holder_steps, in_place, shared_shards, stored_bytes
 from memstore.testing.simulator.planted.bug import PlantedBug
 
-FILES = (stored_bytes, decisions, holder_steps, taken_files, pins, shared_shards, in_place)
+FILES = (stored_bytes, decisions, holder_steps, shared_shards, in_place)
 BUGS: dict[str, PlantedBug] = {
     bug.name: bug
     for file in FILES
-    for bug in (*vars(file).values(), *getattr(file, "ROWS", ()))
+    for found in vars(file).values()
+    for bug in (found if isinstance(found, tuple) else (found,))
     if isinstance(bug, PlantedBug)
 }
 

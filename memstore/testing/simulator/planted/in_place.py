@@ -10,7 +10,7 @@ from memstore.core.holder.state import HolderState
 from memstore.core.restore.rounds import Rounds
 from memstore.inplace.membership import Closing, Coming
 from memstore.testing.faults.catalogue import Fault
-from memstore.testing.simulator.host.rank_link import RankLink
+from memstore.testing.simulator.host.context import RankLink
 from memstore.testing.simulator.planted.bug import nothing, planted, row
 
 LOST = tuple(Fault(4.0 + 2.0 * n, "kill-rank", rank=n) for n in range(4))

@@ -12,6 +12,7 @@ from memstore.core.arena.replica_index import LOCAL_SENDER, IncomingReplica, Rep
 from memstore.core.arena.replica_store import ReplicaStore, Store
 from memstore.core.arena.slot_table import SlotState, SlotTable
 from memstore.core.format.manifest import manifest_name
+from memstore.core.holder import lost_files
 from memstore.core.holder.puts import seal
 from memstore.core.wire.peer_messages import ChunksLacking
 from memstore.core.wire.rank_messages import PutReady
@@ -19,6 +20,8 @@ from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.peer.server import PeerServer
 from memstore.testing.faults.catalogue import Fault
 from memstore.testing.simulator.planted.bug import BETWEEN_STEPS, planted, row
+from memstore.testing.simulator.rank.rank import SimRank
+from memstore.testing.simulator.world.memory import Memory
 
 CRASHES = tuple(Fault(2.0 + 1.7 * n, "crash-holder-at", (n % 3,), count=2 * n + 1) for n in range(6))
 
@@ -187,4 +190,37 @@ ROWS = (
         Fault(4.0, "slow-link", (0,), for_s=4.0, count=2), *FROZEN_SENDER, step_s=0.15),
     row("peer-copies-refused", "R10", "I16", (ReplicaIndex, "peer_refusal"), lambda *_: "peer share full",
         "A host refuses every copy of a peer for want of room."),
+)  # fmt: skip
+
+
+# -- taken files --------------------------------------------------------------------------------------
+# Planted bugs around files that go while processes live: replaced arenas, removed names.
+
+
+REPLACED, REMOVED = Fault(4.0, "replace-arena", (1,)), Fault(4.0, "remove-files", (1,))
+
+
+def _first_only(self: SimRank, memory: Memory) -> None:
+    self.mapping = self.mapping or memory.slots
+
+
+@planted("old-arena-written", "R8", "R8", REPLACED)
+@contextmanager
+def old_arena_written() -> Iterator[None]:
+    """A rank goes on writing into the arena that it mapped first, and its holder seals the zeros of the new one."""
+    with patch.object(SimRank, "map_arena", _first_only), patch.object(seal, "_not_seen", _seen):
+        yield
+
+
+async def _seen(*_: Any) -> str:
+    return ""
+
+
+FILE_ROWS = (
+    row("old-arena-kept", "R8", "I16", (SimRank, "map_arena"), _first_only,
+        "A rank keeps its mapping of an arena that was replaced, so every put of it fails.", REPLACED),
+    row("removed-files-unseen", "R35", "I16", (lost_files, "look"), lambda files, loss: None,
+        "A holder does not notice that its files were removed; it stays, and can store nothing.", REMOVED),
+    row("removed-files-not-written", "R35", "R19 I1", (lost_files, "_written_again"), lambda files: "",
+        "A holder whose files were removed ends without writing them again.", REMOVED),
 )  # fmt: skip

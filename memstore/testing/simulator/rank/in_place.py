@@ -23,9 +23,8 @@ from memstore.errors import FencedError, GatherTimeout
 from memstore.inplace.membership import NONE, QUIET_S, Closing, Coming, Leaving, in_place_of, is_over
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.rank.rank import GET_S, THAW_POLL_S, SimRank
-from memstore.testing.simulator.world.processes import Answer, AnyHolder, CallFailed, CopiedRead
 from memstore.testing.simulator.world.virtual_time import Thread, Wait
-from memstore.testing.simulator.world.world import World
+from memstore.testing.simulator.world.world import Answer, AnyHolder, CallFailed, CopiedRead, World
 
 LOOK_S = 0.05
 LOOKS_S = (LOOK_S, LOOK_S, LOOK_S, 0.4)  # of a watcher, which may have no core for a while, less than QUIET_S

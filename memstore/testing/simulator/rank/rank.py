@@ -23,9 +23,8 @@ from memstore.core.wire.replies import Joined, Noted, NothingStored, Skipped, St
 from memstore.testing.requests import request_of
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.world.memory import Memory
-from memstore.testing.simulator.world.processes import Answer, AnyHolder, CallFailed, CopiedRead
 from memstore.testing.simulator.world.virtual_time import Thread, Wait
-from memstore.testing.simulator.world.world import World
+from memstore.testing.simulator.world.world import Answer, AnyHolder, CallFailed, CopiedRead, World
 from recovery.inventory import ShardId
 
 CHUNKS = 3

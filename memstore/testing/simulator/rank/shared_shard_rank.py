@@ -7,6 +7,7 @@ the shared part alone.
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections.abc import Generator, Sequence
 from typing import Any
@@ -15,12 +16,50 @@ from memstore.core.format.manifest import Manifest, decode_manifest
 from memstore.core.format.shared_layout import ShardPart, SharedShardLayout
 from memstore.core.wire.replies import Joined, NothingStored
 from memstore.testing.simulator.checks.checker import Checker
-from memstore.testing.simulator.rank.dealing import Dealer
 from memstore.testing.simulator.rank.rank import GET_S, SimRank, chunk_of
-from memstore.testing.simulator.world.processes import Answer, CallFailed, CopiedRead
+from memstore.testing.simulator.world.scenario import Scenario
 from memstore.testing.simulator.world.virtual_time import Wait
-from memstore.testing.simulator.world.world import World
+from memstore.testing.simulator.world.world import Answer, CallFailed, CopiedRead, World
 from recovery.inventory import StepId
+
+# -- dealing ------------------------------------------------------------------------------------------
+# How launches deal shards to ranks with equal state.
+
+
+MISTAKES_SHARE = 0.08
+
+
+class Dealer:
+    """The launcher's choice of shards, in blocks or in turn, launch after launch."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.rng = random.Random(f"natural {scenario.seed}")
+        self.is_blocked = scenario.is_blocked  # how the next launch deals
+
+    def deal(self, *, may_mistake: bool) -> list[int]:
+        """Return, by rank, the shard that the next launch's ranks name.
+
+        Now and then a launch deals otherwise by mistake. It is refused if the ranks of the step to restore held other
+        shards.
+        """
+        size = self.rng.choice(self.scenario.sizes) if self.scenario.sizes else self.scenario.world_size
+        if self.rng.random() < MISTAKES_SHARE and may_mistake:
+            self.is_blocked = not self.is_blocked
+        return _dealt(size, self.scenario.shards, is_blocked=self.is_blocked)
+
+    def refused(self, shard_of: Sequence[int]) -> None:
+        """Deal otherwise from now on, because a launch that dealt like this was refused."""
+        is_blocked = list(shard_of) == _dealt(len(shard_of), self.scenario.shards, is_blocked=True)
+        self.is_blocked = not is_blocked
+
+
+def _dealt(size: int, shards: int, *, is_blocked: bool) -> list[int]:
+    return [rank * shards // size if is_blocked else rank % shards for rank in range(size)]
+
+
+# -- shared shard rank --------------------------------------------------------------------------------
+
 
 SHARED_CHUNKS, OWN_CHUNKS = 2, 1
 

@@ -11,16 +11,38 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from memstore.testing.faults.catalogue import Fault
-from memstore.testing.simulator.run.page import describe
+from memstore.testing.simulator.run.cluster import SimCluster
 from memstore.testing.simulator.run.simulation import Simulation
 from memstore.testing.simulator.world.scenario import Scenario, draw
-from memstore.testing.simulator.world.violation import Violation
+from memstore.testing.simulator.world.world import Violation
+
+# -- page ---------------------------------------------------------------------------------------------
+# A page for people about a run that failed.
+
+
+def describe(cluster: SimCluster, notes_count: int = 40) -> str:
+    """Return a page: the scenario, the last notes, and each rank with its newest tickets."""
+    rows: list[str] = [cluster.scenario.text(), "", *cluster.notes[-notes_count:]]
+    for rank in cluster.ranks:
+        state = "dead" if rank.is_dead else "frozen" if rank.is_frozen else "alive"
+        rows.append(
+            f"rank {rank.rank} on {rank.host_id}: {state} {rank.why} attempt {rank.attempt} {_last(rank.tickets)}"
+        )
+    return "\n".join(rows)
+
+
+def _last(tickets: Mapping[int, str]) -> dict[int, Any]:
+    return {step: tickets[step] for step in sorted(tickets)[-4:]}
+
+
+# -- campaign -----------------------------------------------------------------------------------------
+
 
 COMMAND = "python -m memstore.testing.simulator"
 CHUNK_SEEDS = 8  # given to a process at a time

@@ -14,16 +14,14 @@ from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.messages import HostInfo
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.checks.generations import MAX_RESTORES
-from memstore.testing.simulator.controller.controller import LEASE_S, SimController
 from memstore.testing.simulator.host.holder import SimHolder
 from memstore.testing.simulator.rank.in_place import InPlaceProcess, InPlaceRank
 from memstore.testing.simulator.rank.rank import SimRank
-from memstore.testing.simulator.world.durable_storage import DurableStorage
-from memstore.testing.simulator.world.memory import Memory
-from memstore.testing.simulator.world.network import Network
-from memstore.testing.simulator.world.processes import AnyRank
+from memstore.testing.simulator.run.controller import LEASE_S, SimController
+from memstore.testing.simulator.world.memory import DurableStorage, Memory
 from memstore.testing.simulator.world.scenario import Scenario
-from memstore.testing.simulator.world.virtual_time import SimProcess, Thread, VirtualTime
+from memstore.testing.simulator.world.virtual_time import Network, SimProcess, Thread, VirtualTime
+from memstore.testing.simulator.world.world import AnyRank
 
 CHUNK_BYTES = 64
 RESTART_S = 1.0

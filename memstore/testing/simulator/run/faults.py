@@ -5,12 +5,152 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+from memstore.core.holder import lost_files
+from memstore.core.holder.lost_files import FileLoss
+from memstore.errors import CapacityError
 from memstore.testing.faults.catalogue import KINDS, Fault, plays
 from memstore.testing.simulator.host.holder import SimHolder
 from memstore.testing.simulator.rank.rank import SimRank
-from memstore.testing.simulator.run import people, taken_files
 from memstore.testing.simulator.run.cluster import SimCluster
+from memstore.testing.simulator.world.virtual_time import Endless, Thread
+from memstore.testing.simulator.world.world import CallFailed
+from recovery.inventory import StepId
+
+# -- taken files --------------------------------------------------------------------------------------
+# Files of a host that go while its processes live: the arena's, or all names of its folder (R8, R35).
+#
+# A memory's list of slots stands for the arena's file. A process that has mapped it keeps that list, and a new file
+# is another list.
+
+
+LOOK_S = 0.3
+
+
+def take_files(cluster: SimCluster, fault: Fault, names: list[str]) -> None:
+    """Take the files of hosts away, in a strict scenario of no more hosts than the promise allows."""
+    for name in names[: cluster.scenario.replicas - 1] if cluster.scenario.is_strict else names:
+        if fault.kind == "replace-arena":
+            cluster.kill_holder(name)
+            cluster.memories[name].lose_folder()
+        else:
+            cluster.memories[name].is_removed = True
+            cluster.at(LOOK_S, lambda name=name: _look(cluster, name, FileLoss()))  # type: ignore[misc]
+
+
+def _look(cluster: SimCluster, name: str, loss: FileLoss) -> None:
+    """Let a holder look at its files, until it has ended."""
+    holder = cluster.holders[name]
+    if cluster.memories[name].is_removed:
+        if holder.is_serving:
+            lost_files.look(SimFiles(cluster, name), loss)
+        cluster.at(LOOK_S, lambda: _look(cluster, name, loss))
+
+
+class SimFiles:
+    """The files of a simulated holder's folder."""
+
+    def __init__(self, cluster: SimCluster, name: str) -> None:
+        self.cluster, self.name, self.memory = cluster, name, cluster.memories[name]
+
+    def missing(self) -> list[str]:
+        """Return what is gone."""
+        return ["the folder"] if self.memory.is_removed else []
+
+    def prepare(self) -> None:
+        """Have room for all of it, unless a fault has filled the file system."""
+        if self.memory.is_full:
+            raise CapacityError("no room to write the folder again")
+
+    def other_holder(self, error: Exception) -> bool:
+        """Return False: a host has one folder here, and one holder."""
+        return False
+
+    def say_loss(self, names: str) -> None:
+        """Note what is gone."""
+        self.cluster.note(f"{self.name}: {names} removed")
+
+    def last_word(self) -> None:
+        """Do nothing: connections end with the holder."""
+
+    def write_again(self) -> None:
+        """Write again what the holder has open."""
+        self.memory.write_again()
+
+    def end(self, why: str) -> None:
+        """End the holder; another one begins. What is not written again goes with it, and no fault is to blame."""
+        if self.memory.is_removed:
+            self.memory.wipe()
+        self.cluster.note(f"{self.name}: {why}")
+        self.cluster.kill_holder(self.name)
+
+
+# -- people -------------------------------------------------------------------------------------------
+# What people and readers ask for in the middle of a run: pins and leases, and their end.
+
+
+ASKED = ("pin-step", "unpin-step", "lease-step")
+STEPS_MAX = 4  # one of so many newest steps is pinned
+
+
+class People:
+    """The requests of one simulation, each asked through a living rank."""
+
+    def __init__(self, cluster: SimCluster) -> None:
+        self.cluster, self.promises = cluster, cluster.checker.promises
+        self.count = 0
+
+    def ask(self, fault: Fault) -> None:
+        """Do one of `KINDS`, if there is a rank to ask through and something to ask for."""
+        living = [r for r in self.cluster.ranks if not r.is_dead and r.holder is not None]
+        if not living:
+            return
+        rank, number = living[fault.rank % len(living)], fault.count - 1
+        pins = self.promises.pins
+        committed = sorted(self.cluster.checker.observed.acked, reverse=True)
+        self.count += 1
+        if fault.kind == "pin-step" and committed:
+            self._pin(rank, committed[number % min(STEPS_MAX, len(committed))], f"p{self.count}")
+        elif fault.kind == "lease-step" and committed:
+            self._lease(rank, f"l{self.count}", fault.for_s)
+        elif fault.kind == "unpin-step" and pins:
+            name = sorted(pins)[number % len(pins)]
+            del pins[name]
+            self._ask(rank, "unpin", lambda: None, name=name)
+
+    def _pin(self, rank: SimRank, step: StepId, name: str) -> None:
+        self._ask(
+            rank,
+            "pin",
+            lambda: self.promises.pins.update({name: step}),
+            step=step.step,
+            of_attempt=step.attempt,
+            name=name,
+        )
+
+    def _lease(self, rank: SimRank, name: str, for_s: float) -> None:
+        """Lease the newest step, and end that, unless the rank's process or link does it first."""
+        self._ask(rank, "lease_step", lambda: None, step=None, lease=name, limit_s=600.0)
+        if for_s:
+            self.cluster.at(for_s, lambda: self._ask(rank, "end_lease", lambda: None, lease=name))
+
+    def _ask(self, rank: SimRank, verb: str, done: Callable[[], object], **body: Any) -> None:
+        call_id = rank.ask(verb, **body)
+
+        def wait() -> Thread:
+            yield lambda: call_id in rank.replies or rank.is_dead
+            answer = rank.replies.pop(call_id, None)
+            what = "no answer" if answer is None else answer.error if isinstance(answer, CallFailed) else "done"
+            self.cluster.note(f"rank {rank.rank}: {verb} {body.get('name') or body}: {what}")
+            if what == "done":
+                done()
+
+        self.cluster.spawn(wait(), Endless())
+
+
+# -- faults -------------------------------------------------------------------------------------------
+
 
 STEPS_S = (2.0, 60.0, 3600.0, 86_400.0)
 LATE_S = 2.0  # at least so much later than the others a host comes back, where all were ended
@@ -27,18 +167,18 @@ class SimFaults:
     """The faults of one simulation."""
 
     def __init__(self, cluster: SimCluster) -> None:
-        self.cluster, self.people = cluster, people.People(cluster)
+        self.cluster, self.people = cluster, People(cluster)
 
     def inject(self, each: Fault) -> None:
         """Do one fault, unless it would go beyond the promise of a strict scenario."""
         cluster, injected = self.cluster, self.cluster.checker.observed.injected
-        is_grave = KINDS[each.kind].is_grave or (each.for_s > SHORT_S and each.kind not in people.KINDS)
+        is_grave = KINDS[each.kind].is_grave or (each.for_s > SHORT_S and each.kind not in ASKED)
         if cluster.scenario.is_strict and is_grave and not cluster.is_quiet():
             cluster.note(f"fault {each.kind} left out: the store is not whole now")
             return
         cluster.note(f"fault {each.text().strip()}")
         injected[each.kind] = injected.get(each.kind, 0) + 1
-        if each.kind in people.KINDS:
+        if each.kind in ASKED:
             _blamed(cluster, each.kind, lambda: self.people.ask(each))
         else:
             _blamed(cluster, each.kind, lambda: INJECT[each.kind](cluster, each))
@@ -458,4 +598,4 @@ def _lose_number(cluster: SimCluster, each: Fault) -> None:
 @fault("remove-files")
 def _take_files(cluster: SimCluster, each: Fault) -> None:
     """Take the arena of a dead holder while ranks have it mapped (R8), or the files of a living one (R35)."""
-    taken_files.take(cluster, each, _names(cluster, each))
+    take_files(cluster, each, _names(cluster, each))

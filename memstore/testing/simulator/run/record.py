@@ -9,13 +9,16 @@ again after every few seeds, so a process that is killed loses only the newest o
 from __future__ import annotations
 
 import datetime
+import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from memstore.testing.part_records import parts_of, source_commit, write_parts
 from memstore.testing.simulator.run.campaign import RunOutcome, Summary, run
+from memstore.testing.simulator.world.scenario import Scenario
 
 BATCH_SEEDS = 50
 Body = dict[str, Any]
@@ -87,3 +90,46 @@ def play_on(
             return total
         add(path, summary, commit)
         total.join(summary)
+
+
+# -- corpus -------------------------------------------------------------------------------------------
+# The corpus: every scenario that ever failed, one line of JSON each. The tests play them for ever.
+#
+# The commit is the one at which the scenario failed. What it draws is stored, not the seed: so `draw` may change.
+
+
+CORPUS = Path("tests/simulator/corpus.jsonl")
+
+
+@dataclass(frozen=True)
+class CorpusRow:
+    """One scenario that failed."""
+
+    rule: str
+    date: str
+    commit: str
+    why: str
+    scenario: Scenario
+
+
+def read_corpus(path: Path = CORPUS) -> list[CorpusRow]:
+    """Return the rows of a corpus file; raise ValueError with the number of a line that is no row."""
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            found = json.loads(line)
+            scenario = Scenario.from_json(json.dumps(found.pop("scenario")))
+            rows.append(CorpusRow(**found, scenario=scenario))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path.name}:{number} is no row of a corpus: {error}") from error
+    return rows
+
+
+def add_to_corpus(row: CorpusRow, path: Path = CORPUS) -> bool:
+    """Append a row unless its scenario is there; return whether it was new."""
+    if path.exists() and any(known.scenario == row.scenario for known in read_corpus(path)):
+        return False
+    found = {"rule": row.rule, "date": row.date, "commit": row.commit, "why": " ".join(row.why.split())[:160]}
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({**found, "scenario": json.loads(row.scenario.to_json())}) + "\n")
+    return True

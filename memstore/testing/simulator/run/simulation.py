@@ -10,16 +10,15 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from memstore.core.wire.messages import HostBeat
-from memstore.testing.simulator.controller.controller import DIAL_S, LEASE_S, SimController
 from memstore.testing.simulator.host.holder import REAP_S, SimHolder
 from memstore.testing.simulator.run.cluster import SimCluster
+from memstore.testing.simulator.run.controller import DIAL_S, LEASE_S, SimController
 from memstore.testing.simulator.run.faults import SimFaults
-from memstore.testing.simulator.run.in_place import InPlaceLauncher
-from memstore.testing.simulator.run.launcher import Launcher
+from memstore.testing.simulator.run.launcher import InPlaceLauncher, Launcher
 from memstore.testing.simulator.world.memory import Crashed
 from memstore.testing.simulator.world.scenario import Scenario
-from memstore.testing.simulator.world.violation import Violation
 from memstore.testing.simulator.world.virtual_time import Endless
+from memstore.testing.simulator.world.world import Violation
 
 T = TypeVar("T")
 BEAT_S = 0.5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from collections.abc import Callable, Generator
 from typing import Protocol
 
@@ -64,3 +66,88 @@ class VirtualTime(EventQueue):
                 step()
 
         self.at(0.0, step)
+
+
+# -- network ------------------------------------------------------------------------------------------
+# The simulated network: ordered streams with delays; links that are cut, slow, or flip a byte.
+#
+# A cut link loses nothing by itself. What was sent waits, as in a socket's buffer, until the link is healed or the
+# stream is closed, as with TCP. Only a reset loses what is under way.
+
+
+Schedule = Callable[[float, Callable[[], None]], None]
+RETRY_S = 0.1
+
+
+class Network:
+    """All links: which are cut, how slow they are, and what is damaged on the way."""
+
+    def __init__(self, rng: random.Random, schedule: Schedule) -> None:
+        self.rng, self._schedule = rng, schedule
+        self.delay_s = (0.001, 0.02)
+        self.cut: set[tuple[str, str]] = set()  # (from, to): one direction each
+        self.slow: dict[str, float] = {}  # host -> factor of every delay on its link
+        self.silent: set[str] = set()  # hosts whose requests to peers, and those of peers to them, get no answer
+        self.flips = 0  # so many of the next chunks arrive with a byte changed
+        self.resets = 0  # so many of the next requests between hosts are cut off in the middle
+        self.doubles = 0  # so many of the next reports arrive twice
+
+    def reaches(self, source: str, target: str) -> bool:
+        """Say whether what `source` sends arrives now."""
+        return (source, target) not in self.cut
+
+    def talks(self, a: str, b: str) -> bool:
+        """Say whether a request and its answer get through."""
+        return self.reaches(a, b) and self.reaches(b, a)
+
+    def is_silent(self, a: str, b: str) -> bool:
+        """Say whether a request between two hosts waits for its answer, although no connection is broken."""
+        return a in self.silent or b in self.silent
+
+    def split(self, left: list[str], right: list[str]) -> None:
+        """Cut every link between two groups, both ways."""
+        self.cut.update((a, b) for a in left for b in right)
+        self.cut.update((b, a) for a in left for b in right)
+
+    def heal(self) -> None:
+        """End every fault of links."""
+        self.cut.clear()
+        self.slow.clear()
+        self.silent.clear()
+        self.flips = self.resets = self.doubles = 0
+
+    def delay(self, a: str, b: str) -> float:
+        """Draw the seconds that one message takes."""
+        return self.rng.uniform(*self.delay_s) * max(self.slow.get(a, 1.0), self.slow.get(b, 1.0))
+
+    def take(self, what: str) -> bool:
+        """Use up one of the counted faults; return whether one was left."""
+        left = int(getattr(self, what))
+        setattr(self, what, max(0, left - 1))
+        return left > 0
+
+
+class Stream:
+    """Messages from one process to another, in order, while `is_open`."""
+
+    def __init__(self, network: Network, schedule: Schedule, source: str, target: str, reaches: Callable[[], bool]):
+        self.network, self._schedule = network, schedule
+        self.source, self.target, self._reaches = source, target, reaches
+        self.is_open = True
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._last_s = 0.0
+
+    def send(self, now: float, work: Callable[[], None]) -> None:
+        """Deliver `work` after the link's delay, after everything sent before it."""
+        arrives_s = max(now + self.network.delay(self.source, self.target), self._last_s)
+        self._last_s = arrives_s
+        self._waiting.append(work)
+        self._schedule(arrives_s - now, self._arrive)
+
+    def _arrive(self) -> None:
+        if not self.is_open or not self._waiting:
+            return
+        if not self.network.reaches(self.source, self.target) or not self._reaches():
+            self._schedule(RETRY_S, self._arrive)
+            return
+        self._waiting.popleft()()

@@ -26,7 +26,7 @@ from memstore.core.schedule.durable_interval import next_durable, optimal_every,
 from memstore.core.wire.orders import Lineage
 from memstore.errors import ConfigError, IntegrityError
 from memstore.intervals import Every, parse_every
-from memstore.testing.data.durable_steps import JOB, lineage_of
+from memstore.testing.durable_steps import JOB, lineage_of
 from recovery.inventory import DurableMarker, ShardSpec, StepId
 
 HEX = st.binary(min_size=16, max_size=16).map(bytes.hex)

@@ -16,7 +16,7 @@ from memstore.core.cluster import facts as f
 from memstore.core.journal import records as r
 from memstore.core.wire.orders import TermNumber, WriteJournal
 from memstore.errors import ProtocolError
-from memstore.testing.fuzz.message_samples import sample
+from memstore.testing.fuzz.messages import sample
 
 DIGESTS = st.binary(min_size=16, max_size=16).map(bytes.hex)
 RANKS = st.lists(

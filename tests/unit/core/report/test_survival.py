@@ -15,7 +15,7 @@ from memstore.cli.status import state_text
 from memstore.core.report.problems import DEGRADED, NOTE, UNRECOVERABLE, problems, worst
 from memstore.core.report.redundancy import COUNTED_SETS_MAX, Odds, held_for, survival, survival_odds
 from memstore.core.wire.status_rows import AttemptStatus, HostRow, HostStats, JobRow, ProblemRow, ShortRow, SurvivalRow
-from memstore.testing.fuzz.message_samples import blank
+from memstore.testing.fuzz.messages import blank
 from placement.topology import Host, Topology
 from recovery.candidates import is_whole
 from recovery.inventory import Copy, ShardId, ShardSpec

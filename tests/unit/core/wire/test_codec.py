@@ -23,8 +23,8 @@ from memstore.core.wire.error_message import ErrorMessage, decode_error
 from memstore.core.wire.frame import BODY_BYTES_MAX, BODY_ITEMS_MAX, Kind
 from memstore.errors import ProtocolError
 from memstore.shell.peer.chunk_frames import RUN_BYTES, runs
-from memstore.testing.fuzz import dialects
-from memstore.testing.fuzz.message_samples import sample
+from memstore.testing.fuzz import messages
+from memstore.testing.fuzz.messages import sample
 from recovery.inventory import Copy, ShardId, ShardSpec, StepId
 
 calm = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -409,9 +409,9 @@ def test_every_flipped_bit_of_header_or_body_is_noticed(bit: int) -> None:
 # The declared messages of all dialects: each comes back as it was sent, is bounded, and says what it is.
 
 
-KINDS = [kind for module in dialects.MODULES for kind in dialects.declared(module)]
+KINDS = [kind for module in messages.MODULES for kind in messages.declared(module)]
 MESSAGES: list[type[codec.Message]] = [kind for kind in KINDS if issubclass(kind, codec.Message)]
-DECODERS = dialects.decoders()
+DECODERS = messages.decoders()
 
 
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
@@ -470,10 +470,10 @@ def test_no_field_may_hold_anything(kind: type[codec.Message]) -> None:
     assert depth(inspect.type_info(kind)) <= 16
 
 
-@pytest.mark.parametrize("module", dialects.MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("module", messages.MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
 def test_no_two_messages_of_a_module_have_one_tag(module: ModuleType) -> None:
     """A tag names one message, in any direction it goes."""
-    tags = [kind.__struct_config__.tag for kind in dialects.declared(module) if issubclass(kind, codec.Message)]
+    tags = [kind.__struct_config__.tag for kind in messages.declared(module) if issubclass(kind, codec.Message)]
     assert len(set(tags)) == len(tags)
     assert all(isinstance(tag, str) and tag == tag.lower() for tag in tags)
 

@@ -22,9 +22,8 @@ from memstore.core.wire.messages import (
 from memstore.core.wire.orders import DropJob, FreeCopies, decode_order
 from memstore.core.wire.reports import FactsWritten, HostInventory, Report
 from memstore.testing.simulator.checks.checker import Checker
-from memstore.testing.simulator.world.network import Stream
-from memstore.testing.simulator.world.processes import AnyHolder
-from memstore.testing.simulator.world.world import World
+from memstore.testing.simulator.world.virtual_time import Stream
+from memstore.testing.simulator.world.world import AnyHolder, World
 
 decode_inventory: Decoder[HostInventory] = Decoder(HostInventory)
 DIAL_S = 0.2

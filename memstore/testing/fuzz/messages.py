@@ -1,11 +1,31 @@
-"""Builds a valid message of every declared type, for the fuzzers to start from and for tests to send around."""
+"""All declared messages, by the module that declares them, and a valid one of every type, for fuzzers and tests."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import msgspec
 from msgspec import inspect
+
+from memstore.core.wire import (
+    calls,
+    codec,
+    error_message,
+    handshake,
+    ids,
+    orders,
+    peer_messages,
+    rank_messages,
+    replies,
+    reports,
+    status_rows,
+)
+
+# -- message samples ----------------------------------------------------------------------------------
+# Builds a valid message of every declared type, for the fuzzers to start from and for tests to send around.
+
 
 S = TypeVar("S", bound=msgspec.Struct)
 _PATTERNS = {r"^[0-9a-f]{32}\Z": "0123456789abcdef" * 2, r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z": "train-7"}
@@ -59,3 +79,45 @@ def _value(node: inspect.Type, is_full: bool) -> Any:
         case inspect.DictType():
             return {_value(node.key_type, is_full): _value(node.value_type, is_full)} if is_full else {}
     raise TypeError(f"a message has a field of type {node}: what it may hold is not declared, or not known here")
+
+
+# -- dialects -----------------------------------------------------------------------------------------
+# All declared messages, by the module that declares them. Pure.
+#
+# The fuzzers and the tests of every message read this list.
+
+
+MODULES: tuple[ModuleType, ...] = (
+    ids,
+    handshake,
+    error_message,
+    rank_messages,
+    calls,
+    replies,
+    status_rows,
+    orders,
+    reports,
+    peer_messages,
+)
+_BASES = (codec.Message, codec.Request, codec.Part, codec.Row)
+
+
+def declared(module: ModuleType) -> Iterator[type[msgspec.Struct]]:
+    """Yield the messages, parts and rows of a module, in the order in which they are declared; no base of others."""
+    kinds = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__]
+    for kind in kinds:
+        if issubclass(kind, _BASES) and not any(kind in other.__mro__[1:] for other in kinds):
+            yield kind
+
+
+def decoders() -> dict[str, codec.Decoder[Any]]:
+    """Return what decodes the bodies of each direction, and of the replies to each request, by name."""
+    found: dict[str, codec.Decoder[Any]] = {"calls in messages": codec.Decoder(calls.RankCall)}
+    for module in MODULES:
+        for name, each in vars(module).items():
+            if isinstance(each, codec.Decoder):
+                found[f"{module.__name__.rpartition('.')[2]}.{name}"] = each
+        for kind in declared(module):
+            if issubclass(kind, codec.Request):
+                found[f"reply to {kind.__name__}"] = codec.reply_decoder(kind)
+    return found
