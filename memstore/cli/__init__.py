@@ -151,7 +151,7 @@ main.add_command(
 main.add_command(
     _passed_on(
         "drill",
-        "memstore.drills.cli.group",
+        "memstore.drills.cli",
         "Break a cluster in a chosen way and prove the promise on the bytes.",
         "the whole memstore wheel: reinstall it",
     )

@@ -8,9 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from memstore.demo.checks import DemoCheck, committed_step, killed_attempt, steps_redone
-from memstore.demo.run import DemoOutcome, LostHostRun
-from memstore.demo.watcher import restore_seconds, tiers_text
+from memstore.demo.records import DemoCheck, committed_step, killed_attempt, steps_redone
+from memstore.demo.run import DemoOutcome, LostHostRun, restore_seconds, tiers_text
 
 DISK_EVERY = 50  # steps between checkpoints to disk, to compare with
 

@@ -4,7 +4,7 @@ A drill breaks something on purpose, checks that it is broken, lets the store re
 states that never passed through the store: PASS, FAIL (a broken promise) or ERROR (the drill itself did not work).
 `memstore drill` plays them, and so do tests and benchmarks.
 
-Read `model/promises.py`, `model/catalogue.py`, `scenes/scene.py`, one of `scenes/scenes_*.py`, `run/runner.py`. The
-runner builds a DrillContext (`sites/drill_context.py`) for scene and flow. To add a drill: an entry in the catalogue
-and a scene of the same `name`; a new file of scenes goes into `_FILES` of `scenes/scenes.py`.
+Read `model/catalogue.py`, `scenes/scene.py`, one of `scenes/scenes_*.py`, `run/runner.py`. The runner
+builds a DrillContext (`sites/scratch.py`) for scene and flow. To add a drill: an entry in the catalogue and a scene
+of the same `name`; a new file of scenes goes into `_FILES` of `scenes/scenes.py`.
 """

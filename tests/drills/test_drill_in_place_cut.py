@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("ray")
 
 from memstore.config import MIB
-from memstore.drills.model.options import Options
+from memstore.drills.model.catalogue import Options
 from memstore.drills.model.report import ERROR, PASS
 from memstore.drills.run.runner import run_drill
 from memstore.drills.sites.site_options import embedded_site

@@ -10,8 +10,7 @@ pytest.importorskip("ray")
 
 import memstore.drills.scenes.scene as scene_module
 from memstore.config import MIB
-from memstore.drills.model.options import Options
-from memstore.drills.model.promises import IN_PLACE, REFUSED
+from memstore.drills.model.catalogue import IN_PLACE, REFUSED, Options
 from memstore.drills.model.report import BROKEN, ERROR, PASS, PHASES, Report
 from memstore.drills.run.runner import run_drill
 from memstore.drills.sites.site import EmbeddedSite

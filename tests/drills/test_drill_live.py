@@ -10,15 +10,11 @@ from msgspec.structs import replace
 
 from memstore.config import MIB
 from memstore.core.wire.status_rows import StepRow
-from memstore.drills.model.catalogue import find
-from memstore.drills.model.options import Options
-from memstore.drills.model.promises import EMBEDDED
+from memstore.drills.model.catalogue import EMBEDDED, Options, find
 from memstore.drills.model.report import PASS
 from memstore.drills.run.page import page
-from memstore.drills.run.runner import run_drill
-from memstore.drills.run.safety import check_last_copies
-from memstore.drills.run.suite import Play, Suite
-from memstore.drills.run.suite_record import record
+from memstore.drills.run.runner import check_last_copies, run_drill
+from memstore.drills.run.suite import Play, Suite, record
 from memstore.drills.sites.scratch import ScratchJob
 from memstore.drills.sites.site import EmbeddedSite
 from memstore.errors import DrillError

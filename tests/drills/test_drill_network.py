@@ -13,10 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from memstore.config import MIB, Config
-from memstore.drills.cli.group import drill as drill_command
-from memstore.drills.model.catalogue import DRILLS
-from memstore.drills.model.options import Options
-from memstore.drills.model.promises import EMBEDDED, GOES_ON, NAMESPACES, REFUSED
+from memstore.drills.cli import drill as drill_command
+from memstore.drills.model.catalogue import DRILLS, EMBEDDED, GOES_ON, NAMESPACES, REFUSED, Options
 from memstore.drills.model.report import ERROR, PASS, Report
 from memstore.drills.ranks.ranks import collect
 from memstore.drills.run.runner import run_drill

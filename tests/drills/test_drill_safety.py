@@ -17,8 +17,8 @@ from memstore.cli import main
 from memstore.config import Config
 from memstore.core.wire.replies import Plan
 from memstore.core.wire.status_rows import BytesByTier, JobRow, StepRow
-from memstore.drills.cli.group import drill as drill_command
-from memstore.drills.run.safety import endangered
+from memstore.drills.cli import drill as drill_command
+from memstore.drills.run.runner import endangered
 from memstore.drills.sites.site import Site
 from memstore.drills.sites.site_options import confirm
 from memstore.errors import PeerUnreachable

@@ -16,10 +16,8 @@ from click.testing import CliRunner
 
 import memstore.drills.run.suite as suite_module
 from memstore.config import MIB
-from memstore.drills.cli.group import drill as drill_command
-from memstore.drills.model.catalogue import DRILLS, find
-from memstore.drills.model.options import Options
-from memstore.drills.model.promises import EMBEDDED, GOES_ON, NAMESPACES, TIGHT
+from memstore.drills.cli import drill as drill_command
+from memstore.drills.model.catalogue import DRILLS, EMBEDDED, GOES_ON, NAMESPACES, TIGHT, Options, find
 from memstore.drills.model.report import PASS, PHASES, Report
 from memstore.drills.run.runner import run_drill
 from memstore.drills.run.suite import Play, Suite

@@ -16,10 +16,18 @@ from variants import later
 
 import memstore.drills.scenes.scene as scene_module
 from memstore.config import MIB
-from memstore.drills.cli.group import drill as drill_command
-from memstore.drills.model.catalogue import DRILLS
-from memstore.drills.model.options import DURABLE_EVERY, Options
-from memstore.drills.model.promises import EMBEDDED, FAMILIES, GOES_ON, PLACES, REFUSED, RESTART
+from memstore.drills.cli import drill as drill_command
+from memstore.drills.model.catalogue import (
+    DRILLS,
+    DURABLE_EVERY,
+    EMBEDDED,
+    FAMILIES,
+    GOES_ON,
+    PLACES,
+    REFUSED,
+    RESTART,
+    Options,
+)
 from memstore.drills.model.report import BROKEN, ERROR, PASS, PHASES, Report, verdict_line
 from memstore.drills.run.runner import run_drill
 from memstore.drills.scenes.scenes import SCENES

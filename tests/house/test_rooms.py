@@ -60,7 +60,6 @@ DRILLS: dict[str, str] = {
     "sites": "model ranks",
     "scenes": "model ranks sites",
     "run": "model ranks scenes sites",
-    "cli": "model run sites",
 }
 TESTING: dict[str, str] = {
     "faults": "",

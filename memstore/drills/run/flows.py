@@ -7,14 +7,21 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from memstore.drills.model.promises import GOES_ON, IN_PLACE, REFUSED, RESTART
+from memstore.drills.model.catalogue import GOES_ON, IN_PLACE, REFUSED, RESTART
 from memstore.drills.model.report import Report
 from memstore.drills.ranks.in_place import LEFT, RESTORED, TRAINED
-from memstore.drills.run.judgement import judge_bytes, judge_refusal, judge_restore, record_comparison, record_restore
-from memstore.drills.run.judgement_in_place import Played, broken_in_place
+from memstore.drills.run.judgement import (
+    Played,
+    broken_in_place,
+    judge_bytes,
+    judge_refusal,
+    judge_restore,
+    record_comparison,
+    record_restore,
+)
 from memstore.drills.scenes.scene import Scene
 from memstore.drills.scenes.scenes_in_place import InPlaceScene
-from memstore.drills.sites.drill_context import DrillContext
+from memstore.drills.sites.scratch import DrillContext
 from memstore.errors import DrillError, MemstoreError
 from memstore.testing.ranks.rank import Restored
 

@@ -1,6 +1,6 @@
 """A suite: several drills one after the other, on clusters that are reused.
 
-A drill that fails does not stop the suite. If a drill did not work, its cluster is replaced. `suite_record.py` has the
+A drill that fails does not stop the suite. If a drill did not work, its cluster is replaced. `suite.py` has the
 record for machines, `page.py` the page for people.
 """
 
@@ -8,19 +8,37 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from memstore.drills.model.catalogue import DRILLS, find, suites_of
-from memstore.drills.model.options import Options, replay
-from memstore.drills.model.promises import IN_PLACE, ON_RAY, PLACES, RAY_NAMESPACES, RUNNING, TIGHT, Drill
-from memstore.drills.model.report import ERROR, Report, verdict_line
+from memstore.distribution import DISTRIBUTION
+from memstore.drills.model.catalogue import (
+    DRILLS,
+    IN_PLACE,
+    ON_RAY,
+    PLACES,
+    RAY_NAMESPACES,
+    RUNNING,
+    TIGHT,
+    Drill,
+    Options,
+    find,
+    replay,
+    suites_of,
+)
+from memstore.drills.model.report import BROKEN, ERROR, PASS, Report, verdict_line
 from memstore.drills.run.runner import run_drill
 from memstore.drills.sites.site import Site
 from memstore.errors import ConfigError
+from memstore.testing.faults.processes import memory_available
+from memstore.testing.part_records import source_commit
 
 STANDARD, FULL = "standard", "full"
 SUITES = (STANDARD, FULL, IN_PLACE)
@@ -188,3 +206,58 @@ class Suite:
                 found[1].close()
             except Exception as exc:
                 self.print_line(f"closing the cluster: {type(exc).__name__}: {exc}")
+
+
+# -- suite record -------------------------------------------------------------------------------------
+# The record of a suite for machines: environment, versions, and the report of every drill.
+
+
+FORMAT = 1
+PACKAGES = (DISTRIBUTION, "ray", "torch", "numpy", "msgpack", "xxhash")
+
+
+def record(suite: str, seed: int, result: SuiteResult, *, nbytes: int) -> dict[str, Any]:
+    """Return the record as plain values; each row of `drills` has the fields of `drill --json`, and more."""
+    counts = Counter(row["outcome"] for row in result.drills)
+    return {
+        "format": FORMAT,
+        "suite": suite,
+        "seed": seed,
+        "nbytes_per_rank": nbytes,
+        "ended": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "seconds": round(result.seconds, 1),
+        "outcome": outcome_of(result),
+        "counts": {name: counts[name] for name in (PASS, BROKEN, ERROR)},
+        "environment": environment(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "commit": source_commit(digits=40),
+        "drills": result.drills,
+        "skipped": result.skipped,
+    }
+
+
+def outcome_of(result: SuiteResult) -> str:
+    """Return the worst outcome; ERROR also if no drill was played, or if the suite was cut short."""
+    found = {row["outcome"] for row in result.drills}
+    if BROKEN in found:
+        return BROKEN
+    return ERROR if ERROR in found or not found or result.is_cut_short else PASS
+
+
+def environment() -> dict[str, Any]:
+    """Return the facts about the machine that a reader needs to judge the seconds."""
+    return {
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "memory_available_bytes": memory_available(),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

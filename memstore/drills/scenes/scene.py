@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 from memstore.core.wire.replies import Status
 from memstore.core.wire.status_rows import AttemptStatus, HostRow
 from memstore.drills.ranks.ranks import Rank
-from memstore.drills.sites.drill_context import DrillContext
-from memstore.drills.sites.scratch import put_rows
+from memstore.drills.sites.scratch import DrillContext, put_rows
 from memstore.drills.sites.site import EmbeddedSite
 from memstore.errors import ConfigError, DrillError
 from memstore.testing.faults.arena_files import arena_identity, holder_process

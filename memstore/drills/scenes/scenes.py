@@ -2,32 +2,10 @@
 
 from __future__ import annotations
 
-from memstore.drills.scenes import (
-    scenes_control,
-    scenes_holders,
-    scenes_hosts,
-    scenes_in_place,
-    scenes_network,
-    scenes_partition,
-    scenes_ranks,
-    scenes_ray,
-    scenes_storage,
-    scenes_tight,
-)
+from memstore.drills.scenes import scenes_hosts, scenes_in_place, scenes_network, scenes_processes, scenes_storage
 from memstore.drills.scenes.scene import Scene
 
-_FILES = (
-    scenes_ranks,
-    scenes_holders,
-    scenes_hosts,
-    scenes_control,
-    scenes_ray,
-    scenes_storage,
-    scenes_tight,
-    scenes_network,
-    scenes_partition,
-    scenes_in_place,
-)
+_FILES = (scenes_processes, scenes_hosts, scenes_storage, scenes_network, scenes_in_place)
 SCENES: dict[str, type[Scene]] = {
     scene.name: scene
     for file in _FILES

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from memstore.drills.ranks.in_place import ENTERED, RESTORED, TRAINED, Note
 from memstore.drills.scenes.scene import Scene
-from memstore.drills.scenes.scenes_control import ControllerScene
 from memstore.drills.scenes.scenes_hosts import ZOMBIE_S, KillHost, KillTwoHosts, RayletScene
+from memstore.drills.scenes.scenes_processes import ControllerScene
 from memstore.errors import DrillError
 from memstore.testing.faults.arena_files import check_silent, secret_of
 from memstore.testing.faults.processes import Process, wait_frozen, wait_gone

@@ -6,10 +6,11 @@ Every state is made from (seed, rank, step); so a restored one can be compared w
 from __future__ import annotations
 
 import contextlib
+import random
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import msgspec
 from memstore.config import Config
 from memstore.core.wire.calls import RemoveJob
 from memstore.core.wire.status_rows import AttemptStatus
+from memstore.drills.model.catalogue import Drill, Options, Promise
+from memstore.drills.model.report import Report, Timeline
 from memstore.drills.ranks.ranks import CALL_S, Rank, collect, kill_actors
 from memstore.drills.sites.site import Site
 from memstore.errors import DrillError, MemstoreError
@@ -185,3 +188,25 @@ class ScratchJob:
 def put_rows(calls: Sequence[Any], what: str) -> list[PutRow]:
     """Return the rows of puts that all ranks made."""
     return msgspec.convert([row for mine in collect(calls, what) for row in mine["rows"]], list[PutRow])
+
+
+# -- drill context ------------------------------------------------------------------------------------
+# The context of one drill, which its scene, its flow, the judgement and the runner share.
+
+
+@dataclass
+class DrillContext:
+    """The drill, its site, its scratch job and the findings so far. It refers to none of the parts that use it."""
+
+    drill: Drill
+    site: Site
+    options: Options
+    config: Config  # the scratch job's
+    promise: Promise  # a flow may replace it: with two hosts no byte needs to come from a peer
+    rng: random.Random  # seeded with the drill and its options; draws the victims and the moments
+    report: Report
+    timeline: Timeline
+    job: ScratchJob
+    job_before: AttemptStatus | None = None  # the job's status right before the fault
+    places: list[str] = field(default_factory=list)  # live hosts, in the order in which they get ranks
+    broken_promises: list[str] = field(default_factory=list)

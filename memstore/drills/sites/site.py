@@ -16,7 +16,7 @@ from memstore.core.wire.calls import AskStatus
 from memstore.core.wire.codec import Request
 from memstore.core.wire.replies import Status
 from memstore.core.wire.status_rows import JobRow
-from memstore.drills.model.promises import PLACES, RAY_NAMESPACES
+from memstore.drills.model.catalogue import PLACES, RAY_NAMESPACES
 from memstore.drills.ranks.ranks import Rank, RankPool
 from memstore.errors import DrillError, MemstoreError
 from memstore.shell.arena.folder import arena_folder

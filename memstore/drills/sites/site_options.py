@@ -19,8 +19,16 @@ import click
 
 from memstore.cli.options import check_host, config_or_usage, store_options
 from memstore.config import MIB, Config
-from memstore.drills.model.options import DURABLE_EVERY, Options
-from memstore.drills.model.promises import NAMESPACES, PLACES, RAY_NAMESPACES, RUNNING, TIGHT, Drill
+from memstore.drills.model.catalogue import (
+    DURABLE_EVERY,
+    NAMESPACES,
+    PLACES,
+    RAY_NAMESPACES,
+    RUNNING,
+    TIGHT,
+    Drill,
+    Options,
+)
 from memstore.errors import PeerUnreachable
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 The last host's raylet is started after all others. Its limit for Ray's memory monitor is a little above what the
 machine uses then; so Ray kills a process that takes more on that host, long before the machine runs out of memory.
-Read `scenes_tight.py` next.
+Read `scenes_storage.py` next.
 """
 
 from __future__ import annotations

@@ -180,9 +180,9 @@ def test_drill_gets_its_arguments_and_its_exit_code_through(monkeypatch: pytest.
         click.echo(f"seed {seed}")
         ctx.exit(3)
 
-    module = ModuleType("memstore.drills.cli.group")
+    module = ModuleType("memstore.drills.cli")
     module.drill = drill  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "memstore.drills.cli.group", module)
+    monkeypatch.setitem(sys.modules, "memstore.drills.cli", module)
     result = run(None, "drill", "kill-host", "--seed", "7")
     assert (result.exit_code, result.stdout) == (3, "seed 7\n")
     assert "kill-host" in run(None, "drill", "--help").stdout

@@ -19,7 +19,7 @@ from memstore.cli import main
 from memstore.config import Config
 from memstore.core.wire.calls import DrainHost
 from memstore.demo.cli import demo
-from memstore.drills.cli.group import drill
+from memstore.drills.cli import drill
 from memstore.errors import ConfigError, IntegrityError, MemstoreError
 from memstore.shell.arena.lock import ArenaLock
 from memstore.shell.arena.mapping import ArenaMapping

@@ -7,19 +7,24 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from memstore.demo.checks import (
+from memstore.demo.records import (
     FROM_PEER,
     KEPT,
     NOTHING_REDONE,
     RESUMED,
     SAME_LOSSES,
+    JoinedRecord,
     Kill,
+    RestoredRecord,
+    RunRecord,
+    StepRun,
     check_all,
     check_in_place,
     committed_step,
+    read_run,
     steps_redone,
+    write,
 )
-from memstore.demo.records import JoinedRecord, RestoredRecord, RunRecord, StepRun, read_run, write
 
 STEPS = 8
 HOSTS = ["h1", "h3", "h2", "h4"]

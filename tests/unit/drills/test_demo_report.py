@@ -10,8 +10,7 @@ import pytest
 
 pytest.importorskip("ray.train.torch", reason="the demo runs under Ray Train")
 
-from memstore.demo.checks import Kill, check_all, check_in_place
-from memstore.demo.records import JoinedRecord, RestoredRecord, RunRecord, StepRun
+from memstore.demo.records import JoinedRecord, Kill, RestoredRecord, RunRecord, StepRun, check_all, check_in_place
 from memstore.demo.report import as_dict, draw, seconds, table, verdict
 from memstore.demo.run import DemoOptions, DemoOutcome, LostHostRun
 

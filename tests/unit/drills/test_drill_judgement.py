@@ -16,17 +16,15 @@ import pytest
 import memstore.drills.scenes.scene as scene_module
 from memstore.adapters.data import SampleOrder
 from memstore.config import Config
-from memstore.drills.model.catalogue import find
-from memstore.drills.model.options import Options
-from memstore.drills.model.promises import BEYOND_REFUSED, GOES_ON, IN_PLACE, REFUSED, Promise
+from memstore.drills.model.catalogue import BEYOND_REFUSED, GOES_ON, IN_PLACE, REFUSED, Options, Promise, find
 from memstore.drills.model.report import Report, Timeline
 from memstore.drills.ranks.in_place import ENTERED, LEFT, RESTORED, TRAINED, Gate, Note, RankEnd, notes
 from memstore.drills.ranks.in_place_model import Samples, unbroken
 from memstore.drills.run.flows import GoesOn, InPlaceFlow, Restart
-from memstore.drills.run.judgement_in_place import Played, broken_in_place
+from memstore.drills.run.judgement import Played, broken_in_place
 from memstore.drills.scenes.scene import Scene
 from memstore.drills.scenes.scenes_in_place import InPlaceKillRank, InPlacePause
-from memstore.drills.sites.drill_context import DrillContext
+from memstore.drills.sites.scratch import DrillContext
 from memstore.errors import DrillError
 from memstore.testing.ranks.rank import PutRow, Restored
 

@@ -13,18 +13,15 @@ import pytest
 from click.testing import CliRunner
 from repository import ROOT
 
-import memstore.drills.cli.group as group_module
+import memstore.drills.cli as group_module
 import memstore.drills.run.suite as suite_module
 from memstore.cli import main
 from memstore.cli.output import ExitCode
 from memstore.config import Config
-from memstore.drills.model.catalogue import DRILLS, find
-from memstore.drills.model.options import Options
-from memstore.drills.model.promises import EMBEDDED, RUNNING
+from memstore.drills.model.catalogue import DRILLS, EMBEDDED, RUNNING, Options, find
 from memstore.drills.model.report import BROKEN, CHECK, ERROR, PASS, SETUP, Report, Timeline
 from memstore.drills.run.page import page
-from memstore.drills.run.suite import FULL, STANDARD, Play, Suite, SuiteResult, plays_of
-from memstore.drills.run.suite_record import record
+from memstore.drills.run.suite import FULL, STANDARD, Play, Suite, SuiteResult, plays_of, record
 from memstore.drills.sites.site import Site
 from memstore.errors import ConfigError, DrillError
 from memstore.testing import part_records
