@@ -41,7 +41,7 @@ from benchmarks.report.targets import (
     IN_PLACE_SPARE,
     IN_PLACE_SPARE_S,
 )
-from benchmarks.rigs.process_costs import cpu_seconds
+from benchmarks.rigs.stopwatch import cpu_seconds
 from memstore.drills.ranks.in_place import Gate
 from memstore.drills.sites.site_options import embedded_site, prepare_ray, quiet
 from memstore.testing.clusters.namespaces import available

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.report import targets
 from benchmarks.report.harness import MIB, Options, Record, Took, require
 from benchmarks.rigs import gpt_tensors, rig
-from benchmarks.rigs.process_costs import anonymous_bytes
+from benchmarks.rigs.stopwatch import anonymous_bytes
 from memstore.client.connect import connect
 from memstore.core.wire.calls import AskStatus
 from memstore.errors import MemstoreError

@@ -4,7 +4,7 @@ memstore's clock runs from the call of put until its ticket is `replicated`: cop
 ends, transfer, seal, acknowledgement. Ray's runs from ray.put until an actor on the other node has
 the object; the fetch alone is listed too. Raw TCP sends the same bytes over two streams, from warm
 memory to warm memory, with no digest; the floor does what memstore has to, and nothing else
-(digest_floor.py). Once with all cores shared by both hosts, and once with hosts emulated: rank, near
+(floors.py). Once with all cores shared by both hosts, and once with hosts emulated: rank, near
 holder, controller and the senders on one core, far holder and the sinks on another.
 """
 
@@ -21,10 +21,8 @@ from benchmarks.report import targets
 from benchmarks.report.harness import EMULATED_HOSTS, Options, Record, Took, interleave, require
 from benchmarks.rigs import gpt_tensors, rig
 from benchmarks.rigs.cores import SHARED, emulated, on_core
-from benchmarks.rigs.digest_floor import DigestFloor
-from benchmarks.rigs.ray_objects import RayObjects
+from benchmarks.rigs.floors import DigestFloor, RayObjects, TcpStreams
 from benchmarks.rigs.stopwatch import timed
-from benchmarks.rigs.tcp_streams import TcpStreams
 from memstore.client.ticket import Ticket
 
 FLOOR = "floor: copy, digest, TCP, digest"

@@ -2,7 +2,7 @@
 
 Two hosts are network namespaces behind a link of 1 Gbit/s (veth, tbf). Each has a rank that computes and all-reduces
 with gloo in turns (sharing_rank.py), and a holder that sends its rank's copy to the other host. Needs root. What
-copies and training take from one another of the processors: bench_busy.py.
+copies and training take from one another of the processors: bench_put.py.
 """
 
 from __future__ import annotations

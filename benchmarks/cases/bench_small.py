@@ -24,9 +24,8 @@ from torch.distributed.tensor import DTensor
 from benchmarks.report import targets
 from benchmarks.report.harness import MIB, Options, Record, Target, Took, interleave, require
 from benchmarks.rigs import rig
-from benchmarks.rigs.process_costs import cpu_seconds
-from benchmarks.rigs.rank_workers import RankWorkers
-from benchmarks.rigs.stopwatch import timed
+from benchmarks.rigs.rank_workers import RankWorkers, ranks_on_hosts
+from benchmarks.rigs.stopwatch import cpu_seconds, timed
 
 PUTS = 10  # of a round
 KIB_ELEMENTS = 256
@@ -176,3 +175,56 @@ def _touch(sources: Sequence[torch.Tensor]) -> None:
 
 def _is_same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     return len(some) == len(others) and all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+# -- commit -------------------------------------------------------------------------------------------
+# How long after the last seal do all ranks know that the step is committed? Four hosts, a rank on each.
+#
+# From the moment the last rank received that its copies are sealed on its own host and its peer, until the last rank
+# learned of the commit: seals to the controller, the rule, the fact into two journals, the word to all hosts. One
+# machine, one clock.
+
+
+COMMIT_PUTS = 5  # of a round: a commit takes milliseconds
+SMALL, LARGE = MIB, 64 * MIB
+
+
+def run_commit(options: Options) -> list[Record]:
+    """Return the seconds beyond the last seal, for a small state and for a large one."""
+    return [measure(options, min(nbytes, options.nbytes)) for nbytes in (SMALL, LARGE)]
+
+
+def measure(options: Options, nbytes: int) -> Record:
+    """Return one record: the whole put, and what the commit adds."""
+    beyond: list[float] = []
+    whole: list[float] = []
+    spent: list[float] = []
+    with ranks_on_hosts(options, nbytes) as (cluster, workers):
+        actual = workers.ask("nbytes")[0]
+        hosts = list(cluster.labels)
+        pids = [*workers.pids, *rig.pids_of(cluster)]
+        for number in range((options.warmups + options.rounds) * COMMIT_PUTS):
+            workers.ask("touch")
+            before_s = cpu_seconds(pids)
+            beyond_s, whole_s = one(workers, number)
+            spent_s = cpu_seconds(pids) - before_s
+            if number >= options.warmups * COMMIT_PUTS:
+                beyond.append(beyond_s)
+                whole.append(whole_s)
+                spent.append(spent_s / len(hosts))  # rates are of one rank's state
+        last = number
+        for rank in range(len(hosts)):
+            same = workers.ask("is_same", last, hosts[(rank + 2) % len(hosts)], ranks=[rank])
+            require(all(same), f"rank {rank}'s shard of step {last}")
+    size = f"{nbytes // MIB} MiB a rank"
+    record = Record(f"commit, {size}", actual, {"put to committed": whole})
+    record.cpu_seconds["put to committed"] = spent
+    record.figure("beyond the last seal", beyond, "s", targets.COMMIT)
+    return record
+
+
+def one(workers: RankWorkers, step: int) -> tuple[float, float]:
+    """Return the seconds from the last seal to the last commit, and from the first put to it."""
+    marks = workers.ask("put", step)
+    committed_s = max(mark["committed"] for mark in marks)
+    return (committed_s - max(mark["replicated"] for mark in marks), committed_s - min(mark["begun"] for mark in marks))

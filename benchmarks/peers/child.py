@@ -59,7 +59,7 @@ class Child:
     def round(self, way: str, step: int) -> dict[str, Any]:
         """Change the state, wait for the other rank, save."""
         from benchmarks.rigs import gpt_tensors
-        from benchmarks.rigs.process_costs import cpu_seconds, descendants
+        from benchmarks.rigs.stopwatch import cpu_seconds, descendants
 
         gpt_tensors.touch(self._state)
         if self._world_size > 1:

@@ -10,14 +10,75 @@ import select
 import signal
 import socket
 import subprocess
+import sys
+import sysconfig
 import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.peers import environments
 from benchmarks.report.harness import Took
+
+# -- environments -------------------------------------------------------------------------------------
+# An environment for each peer: made once from its pinned requirements, made again when they change.
+#
+# All share the torch of the environment that runs this (a .pth file behind their own packages): it is the same
+# release, and five copies of it would take gigabytes.
+
+
+FOLDER = Path(__file__).resolve().parents[2] / ".peers"  # ignored by git
+INSTALL_S = 600.0
+TORCH = "torch==2.13.0"
+PINS = {
+    "dlrover": ("dlrover==0.6.1",),
+    "hyperpod": ("amzn-sagemaker-checkpointing==1.1.3", "boto3==1.44.5", "s3torchconnector==1.5.0", "tenacity==9.2.1"),
+    "lm-resiliency": ("lm-resiliency==0.2.0",),
+    "mooncake": ("mooncake-transfer-engine-non-cuda==0.3.13.post1",),
+    "nvidia-resiliency-ext": ("nvidia-resiliency-ext==0.4.1",),
+    "torch": ("safetensors==0.8.0",),
+    "torchft": ("torchft==0.2.0",),
+}
+
+
+class CannotInstall(Exception):
+    """An environment could not be made; the text is the last line that said why."""
+
+
+def interpreter(name: str) -> Path:
+    """Return the Python of a peer's environment, which is made if it is missing or its pins changed.
+
+    Raises:
+        CannotInstall: pip or venv failed, or took longer than INSTALL_S.
+    """
+    if name == "memstore":
+        return Path(sys.executable)
+    wanted = (TORCH, *PINS[name])
+    pins = "\n".join(wanted) + "\n"
+    home = FOLDER / name
+    python, stamp = home / "bin" / "python", home / "pins.txt"
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == pins:
+        return python
+    _run([sys.executable, "-m", "venv", "--clear", str(home)])
+    shared = sysconfig.get_paths()["purelib"]
+    (next(home.glob("lib/python3*/site-packages")) / "zz_shared.pth").write_text(shared + "\n", encoding="utf-8")
+    _run([str(python), "-m", "pip", "install", "-q", *wanted])
+    stamp.write_text(pins, encoding="utf-8")
+    return python
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CannotInstall(str(error)) from error
+    if done.returncode != 0:
+        lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        raise CannotInstall(lines[-1] if lines else f"exit status {done.returncode}")
+
+
+# -- children -----------------------------------------------------------------------------------------
+
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ANSWER_S = 140.0
@@ -56,8 +117,8 @@ class Team:
 
     def _start(self, nbytes: int, options: dict[str, Any]) -> None:
         try:
-            python = environments.interpreter(self.name)
-        except environments.CannotInstall as error:
+            python = interpreter(self.name)
+        except CannotInstall as error:
             raise PeerFailed(f"not installed: {error}") from error
         memory = self._stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm", prefix="bench-"))
         disk = self._stack.enter_context(tempfile.TemporaryDirectory(dir=ROOT, prefix=".bench-"))

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from benchmarks.report.harness import Options, require
-from benchmarks.rigs.process_costs import cpu_seconds
 from benchmarks.rigs.rank_workers import RankWorkers, ranks_on_hosts
 from benchmarks.rigs.rig import pids_of
+from benchmarks.rigs.stopwatch import cpu_seconds
 
 SETTLE_S = 0.3  # what the put before has left behind is done
 LOOP = """

@@ -21,22 +21,13 @@ from repository import ROOT
 from variants import later
 
 from benchmarks.__main__ import main
-from benchmarks.cases import (
-    bench_catalog,
-    bench_controller,
-    bench_faults,
-    bench_gil,
-    bench_placement,
-    bench_planner,
-    bench_small,
-)
+from benchmarks.cases import bench_controller, bench_faults, bench_planner, bench_processors, bench_small
 from benchmarks.gpu import put, restore, training
 from benchmarks.gpu.training import Size
 from benchmarks.report import __main__, harness, results, targets
 from benchmarks.report.harness import AT_MOST, Options, Ratio, Record, Took, interleave, median_interval
 from benchmarks.rigs import gpt_tensors
-from benchmarks.rigs.process_costs import descendants
-from benchmarks.rigs.stopwatch import timed
+from benchmarks.rigs.stopwatch import descendants, timed
 from memstore.core.wire import codec
 from placement import place
 from recovery.lineage import Span
@@ -54,7 +45,7 @@ def count_comparisons(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(what)
         real(is_equal, what)
 
-    for name in ("bench_put_stall", "bench_replicate", "bench_restore"):
+    for name in ("bench_put", "bench_replicate", "bench_restore"):
         monkeypatch.setattr(f"benchmarks.cases.{name}.require", require)
     return seen
 
@@ -176,8 +167,8 @@ SCRIPT = """
 
 def test_samples_in_the_interpreter_and_in_what_keeps_its_lock_count() -> None:
     """The kernel, libc's copies and digests run without the lock."""
-    seconds = bench_gil.seconds_with_lock(SCRIPT)
-    assert seconds == {41: 2 * bench_gil.PERIOD_S, 42: bench_gil.PERIOD_S}
+    seconds = bench_processors.seconds_with_lock(SCRIPT)
+    assert seconds == {41: 2 * bench_processors.PERIOD_S, 42: bench_processors.PERIOD_S}
 
 
 def test_bytes_that_differ_stop_a_benchmark() -> None:
@@ -410,7 +401,7 @@ TINY = Options(rounds=1, warmups=1)
 
 def test_the_catalogs_record_answers_both_of_its_lines() -> None:
     """A step's seconds, their growth with the ranks, what waiting costs, what is kept."""
-    record = bench_catalog.measure((32, 64), TINY)
+    record = bench_controller.measure_catalog((32, 64), TINY)
     assert [ratio.target for ratio in record.ratios[:2]] == [targets.CATALOG, targets.CATALOG_GROWTH]
     assert set(record.seconds) == {"32 ranks", "64 ranks"}
     assert all(value > 0 for ratio in record.ratios for value in ratio.values)
@@ -450,14 +441,14 @@ def test_the_planners_record_answers_both_of_its_lines() -> None:
 
 def test_the_placements_record_answers_both_of_its_lines() -> None:
     """Seconds of the large cluster, and how they grew from the small one; a wrong placement is no number."""
-    record = bench_placement.measure((3, 6), TINY)
+    record = bench_planner.measure_placement((3, 6), TINY)
     assert [ratio.target for ratio in record.ratios] == [targets.PLACEMENT, targets.PLACEMENT_GROWTH]
-    topology = bench_placement.topology_of(3)
-    placement = place(topology, replicas=bench_placement.REPLICAS)
-    bench_placement.check(placement, topology)
+    topology = bench_planner.topology_of(3)
+    placement = place(topology, replicas=bench_planner.REPLICAS)
+    bench_planner.check_placement(placement, topology)
     owner, held = next(iter(placement.targets.items()))
     with pytest.raises(RuntimeError, match="the placement is wrong"):
-        bench_placement.check(replace(placement, targets={**placement.targets, owner: held[:1]}), topology)
+        bench_planner.check_placement(replace(placement, targets={**placement.targets, owner: held[:1]}), topology)
 
 
 def test_a_plan_that_reads_from_a_dead_host_stops_the_benchmark() -> None:

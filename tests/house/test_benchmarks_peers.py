@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peers import environments, races
+from benchmarks.peers import children, races
 from benchmarks.peers.children import PeerFailed, Team
 from benchmarks.report import __main__
 from benchmarks.report.harness import Options
@@ -20,12 +20,12 @@ def own_interpreter(name: str) -> Path:
     """The environment of these tests for torch's own ways; none for what would have to be installed."""
     if name in ("memstore", "torch"):
         return Path(sys.executable)
-    raise environments.CannotInstall(f"no package index for {name} in this test")
+    raise children.CannotInstall(f"no package index for {name} in this test")
 
 
 @pytest.fixture(autouse=True)
 def _no_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environments, "interpreter", own_interpreter)
+    monkeypatch.setattr(children, "interpreter", own_interpreter)
 
 
 @pytest.mark.long
@@ -68,5 +68,5 @@ def test_another_ranks_bytes_are_sent_from_the_own_and_from_torn_ones() -> None:
 def test_an_environment_that_cannot_be_made_says_the_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """pip's words reach the results."""
     monkeypatch.undo()
-    with pytest.raises(environments.CannotInstall, match="last words"):
-        environments._run([sys.executable, "-c", "print('first'); raise SystemExit('last words')"])
+    with pytest.raises(children.CannotInstall, match="last words"):
+        children._run([sys.executable, "-c", "print('first'); raise SystemExit('last words')"])
