@@ -63,11 +63,11 @@ DRILLS: dict[str, str] = {
 }
 TESTING: dict[str, str] = {
     "faults": "",
-    "controller": "",
     "clusters": "faults",
     "ranks": "clusters",
     "fuzz": "",
-    "simulator": "controller faults",
+    "simulator": "faults",
+    "controller": "simulator",
     "nemesis": "clusters faults ranks",
 }
 SIMULATOR: dict[str, str] = {

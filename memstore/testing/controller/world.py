@@ -1,8 +1,8 @@
-"""One real state machine among fake holders, on virtual time: seeded delays, crashes and returns, no threads.
+"""One real state machine among real holders (`holder.py`), on virtual time: seeded delays, crashes and returns.
 
 `ControllerWorld` is a shell around `ControllerMachine.handle`, as the controller actor is. It delivers messages in
-order per session, ticks, renews the lease, and starts a successor after a crash. It remembers the digest of every put,
-so that `check_restored` can compare.
+order per session, ticks, renews the lease, and starts a successor after a crash. It remembers the bytes of every
+put, so that `check_restored` can compare.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from memstore.testing.simulator.host.virtual_io import finish
 from memstore.testing.simulator.run.controller import decode_inventory, plain_event
 from memstore.testing.simulator.world.memory import Memory
 from memstore.testing.simulator.world.scenario import Scenario
-from memstore.testing.simulator.world.virtual_time import Network, SimProcess, Thread, VirtualTime
+from memstore.testing.simulator.world.virtual_time import Network, Thread, VirtualTime
 from memstore.testing.simulator.world.world import AnySession
 from recovery.inventory import ShardId, StepId
 
@@ -56,12 +56,12 @@ JOB = "train"
 CHUNK_BYTES = 64
 
 
-class Session:
+class DirectedSession:
     """A session of the controller with one life of a holder."""
 
     def __init__(self, world: ControllerWorld, holder: DirectedHolder) -> None:
         self.world, self.holder, self.controller = world, holder, world
-        self.opened_s, self.clock_s = world.now, -math.inf
+        self.clock_s = -math.inf  # the controller's clock, as it last sent it
 
     def report(self, event: Event) -> None:
         """Send an event."""
@@ -107,7 +107,7 @@ class ControllerWorld(VirtualTime):
         self.skew_s = 0.0  # how far the next controller's wall clock is ahead
         self.nonces = itertools.count(1)
         self._sent_s: dict[tuple[str, str], float] = {}  # (direction, host) -> when its last message arrives
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, DirectedSession] = {}
         names = [f"h{n}" for n in range(hosts)] if isinstance(hosts, int) else list(hosts)
         self.holders: dict[str, DirectedHolder] = {}
         for name in names:
@@ -176,26 +176,26 @@ class ControllerWorld(VirtualTime):
         session = self._sessions.get(holder.host_id)
         if self.machine is None or not holder.is_serving or (session is not None and session.holder is holder):
             return
-        session = Session(self, holder)
+        session = DirectedSession(self, holder)
         if holder.accept(cast(AnySession, session)):
             self._sessions[holder.host_id] = session
             inventory = decode_inventory(encode(holder.hello()))
             session.report(HostUp.of(holder.host_id, inventory, self.now))
             holder.calls.ask_again()
 
-    def _send(self, session: Session, event: Event) -> None:
+    def _send(self, session: DirectedSession, event: Event) -> None:
         """Send an event from a holder to the controller, in order within the session."""
         if self._is_open(session):
             self._deliver("up", session.holder, lambda: self._receive(session, plain_event(event)))
 
-    def _receive(self, session: Session, event: Event) -> None:
+    def _receive(self, session: DirectedSession, event: Event) -> None:
         if self._is_open(session):
             self._handle(event)
 
-    def _is_open(self, session: Session) -> bool:
+    def _is_open(self, session: DirectedSession) -> bool:
         return self._sessions.get(session.holder.host_id) is session
 
-    def _forget(self, session: Session) -> None:
+    def _forget(self, session: DirectedSession) -> None:
         if self._is_open(session):
             del self._sessions[session.holder.host_id]
         session.holder.sessions.end(cast(AnySession, session))
@@ -236,7 +236,7 @@ class ControllerWorld(VirtualTime):
         if session is not None:
             self._deliver("down", session.holder, lambda: self._arrive(action, session))
 
-    def _arrive(self, action: SendOrder | AnswerCall, session: Session) -> None:
+    def _arrive(self, action: SendOrder | AnswerCall, session: DirectedSession) -> None:
         holder = session.holder
         if not self._is_open(session) or not holder.is_up:
             return
@@ -275,10 +275,8 @@ class ControllerWorld(VirtualTime):
             self._dial(holder)
         return holder
 
-    def spawn(self, work: Thread, process: SimProcess) -> None:
-        super().spawn(work, process)
-
     def _close(self, work: Thread) -> None:
+        """End a thread of a dead process: its clean-up code must not touch any memory."""
         states = [(m, m.is_cut) for m in self.memories.values()]
         for memory, _ in states:
             memory.is_cut = True
@@ -289,12 +287,15 @@ class ControllerWorld(VirtualTime):
                 memory.is_cut = was_cut
 
     def note(self, text: str) -> None:
+        """Keep a line for the page of a failing test."""
         self.notes.append(f"{self.now:.2f} {text}")
 
     def is_alive(self, pid: int, start: int) -> bool:
+        """Say whether a rank's process lives."""
         return pid in self.processes and not self.processes[pid].is_dead
 
     def take_incarnation(self, name: str, above: int = 0) -> int:
+        """Return the number of the next life of a host's holder."""
         return succession.following(self.holders[name].info.incarnation, above)
 
     def kill_host(self, name: str, *, keep_memory: bool = False) -> None:
@@ -318,8 +319,8 @@ class ControllerWorld(VirtualTime):
         self._forget(session)
         return True
 
-    def return_host(self, name: str, *, keep_memory: bool = True) -> None:
-        """Start a new holder on a host, with the memory that is left there, or with none."""
+    def return_host(self, name: str, *, keep_memory: bool = True, idle_s: float = 0.0) -> None:
+        """Start a new holder on a host, with the memory that is left there, or with none; `idle_s`: none ran before."""
         former = self.holders[name]
         if former.is_up:
             self._end_holder(former, keep_memory=keep_memory)
@@ -327,6 +328,7 @@ class ControllerWorld(VirtualTime):
             former.memory.wipe()
         info = replace(former.info, incarnation=self.take_incarnation(name))
         self.holders[name] = DirectedHolder(self, info, former.memory, former)
+        self.holders[name].state.idle_s = idle_s
         self._dial(self.holders[name])
 
     def silence(self, name: str) -> None:

@@ -63,10 +63,8 @@ def restarted(world: ControllerWorld, idle_s: dict[str, float], *, late: tuple[s
     for name in world.holders:
         world.kill_host(name, keep_memory=True)
     world.crash_controller(restart_after_s=None)
-    for name, holder in world.holders.items():
-        if name not in late:
-            holder.idle_s = idle_s[name]
-            holder.restart(keep_memory=True)
+    for name in sorted(set(world.holders) - set(late)):
+        world.return_host(name, idle_s=idle_s[name])
     world.start_controller()
     assert world.run_until(lambda: world.machine is not None and world.served.is_settled, 30.0)
     all_die(world)
@@ -74,8 +72,7 @@ def restarted(world: ControllerWorld, idle_s: dict[str, float], *, late: tuple[s
 
 def all_die(world: ControllerWorld) -> None:
     """No rank lives."""
-    for rank in list(world.ranks.values()):
-        rank.is_dead = False
+    for rank in world.ranks.values():
         world.kill_rank(rank)
 
 
@@ -123,11 +120,12 @@ def test_a_dropped_job_begins_again_if_a_person_says_so(way: str) -> None:
     world, _ = trained(3, last=4)
     restarted(world, ALL_IDLE)
     world.run(700.0)
-    rank = world.launch(3, fresh=way == "fresh")[0]
+    world.launch(3, fresh=way == "fresh")
     if way == "rm":
         all_die(world)
-        world.call(rank, "rm", force=True)
-        assert world.run_until(lambda: bool(rank.answers.get("rm")), 10.0)
+        other = world.launch(1, job="other")[0]
+        world.call(other, "rm", job="train", force=True)
+        assert world.run_until(lambda: bool(other.answers.get("rm")), 10.0)
     all_die(world)
     assert restored(world) == [None, None, None]
 
@@ -159,7 +157,7 @@ def test_what_is_in_use_stays(case: str) -> None:
     world.run(1500.0)
     assert "train" in world.served.jobs
     if case == "one host is absent":
-        world.return_host("h2")
+        world.return_host("h2", idle_s=2 * DAY_S)
         world.run(5.0)
     assert restored(world) == [4, 4, 4]
 
@@ -172,7 +170,7 @@ def test_the_ten_minutes_begin_again_with_a_host_that_died_meanwhile() -> None:
     world.kill_host("h2", keep_memory=True)
     world.run(720.0)
     assert "train" in world.served.jobs
-    world.return_host("h2")
+    world.return_host("h2", idle_s=2 * DAY_S)
     world.run(590.0)
     assert "train" in world.served.jobs
     world.run(30.0)
