@@ -1,8 +1,8 @@
 """`memstore drill`: list the faults, play one, or play a suite.
 
-One command for each drill of the catalogue, `list`, and `run` for a suite. A command imports Ray only when it plays.
-Exit codes of a drill: 0 the promised outcome, 1 it did not work or was refused, 2 wrong usage, 3 a broken promise, 130
-Ctrl-C; of `run`: 0 all kept, 1 otherwise. Lines for people go to stdout; with `--json` to stderr.
+One command for each drill of the catalogue, `list`, and `memstore drill run` for a suite. A command imports Ray only
+when it plays. Exit codes of a drill: 0 the promised outcome, 1 it did not work or was refused, 2 wrong usage, 3 a
+broken promise, 130 Ctrl-C; of `run`: 0 all kept, 1 otherwise. Lines for people go to stdout; with `--json` to stderr.
 """
 
 from __future__ import annotations
