@@ -173,11 +173,11 @@ class PutPreparation:
                 return
             self._ready_s = time.monotonic() - self._began_s
             if error is None:
-                self._over.set_result(None)
                 log.info("%s", self.cost)
+                self._over.set_result(None)
             else:
-                self._over.set_exception(error)
                 log.info("memstore %s rank %d: not prepared: %s", self._link.job, self._link.rank, error)
+                self._over.set_exception(error)
 
     def _words(self) -> str:
         if self._over.done():

@@ -462,11 +462,8 @@ class Rounds:
             copy = job.copies.get(step, {}).get(rank, {}).get(source)
             if copy is None:
                 continue
-            missing = copy.missing | frozenset(chunks)
-            if len(missing) >= copy.spec.chunks_count:
-                job.drop_copy(copy.shard, source)
-            else:
-                job.add_copy(Copy(copy.shard, copy.spec, copy.host, missing))
+            # One without a chunk is known still: its host has it, and frees it when its step goes.
+            job.add_copy(Copy(copy.shard, copy.spec, copy.host, copy.missing | frozenset(chunks)))
         active.notes.append(f"rank {rank}: {problem}")
         if set(report.bad) == {"durable"}:  # the plan uses it only for chunks without another source
             active.failed_steps[step] = problem
