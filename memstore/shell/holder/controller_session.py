@@ -36,18 +36,26 @@ class ControllerSession:
         self.channel = channel
         self.outbox: queue.Queue[HolderMessage | None] = queue.Queue()
         self.clock_s: float | None = None  # the controller's, as it was sent last in this session (R17)
+        self._is_open = False
 
-    def open(self, inventory: HostInventory) -> None:
-        """Send the inventory, pages of a long journal first, then what was queued since, in order."""
+    def open(self, inventory: HostInventory, beat: Heartbeat) -> None:
+        """Send the inventory, pages of a long journal first, and a heartbeat; then what was queued since, in order.
+
+        What the heartbeat counts was found before: the controller reports what is found from now on.
+        """
         *pages, last = paged(inventory.journal)
         for page in pages:
             first = structs.replace(inventory, copies=(), journal=page, has_more=True)
             self.channel.send(Kind.EVENT, 0, first, deadline_s=SEND_S)
         self.channel.send(Kind.EVENT, 0, structs.replace(inventory, journal=last), deadline_s=SEND_S)
+        self._is_open = True
+        self.beat(beat)
         threading.Thread(target=self._run, name="memstore-outbox", daemon=True).start()
 
     def beat(self, beat: Heartbeat) -> None:
-        """Send a heartbeat, past the queue (R28)."""
+        """Send a heartbeat, past the queue (R28); none before the inventory."""
+        if not self._is_open:
+            return
         self.channel.send(Kind.EVENT, 0, structs.replace(beat, clock_s=self.clock_s), deadline_s=SEND_S)
 
     def _run(self) -> None:
@@ -103,6 +111,7 @@ class ControllerSessions(Sessions[ControllerSession]):
         term: int,
         *,
         inventory: Callable[[], HostInventory],
+        heartbeat: Callable[[], Heartbeat],
         on_open: Callable[[], None],
         obey: Callable[[Order], None],
     ) -> None:
@@ -112,6 +121,7 @@ class ControllerSessions(Sessions[ControllerSession]):
             channel: The connection to it.
             term: Its term, as it names it.
             inventory: Makes the first message.
+            heartbeat: Makes the second.
             on_open: Called once that was sent.
             obey: Carries out one order; one that fails ends no session.
         """
@@ -124,7 +134,7 @@ class ControllerSessions(Sessions[ControllerSession]):
         if old is not None:
             old.replaced(term)
         try:
-            session.open(inventory())
+            session.open(inventory(), heartbeat())
             on_open()
             while True:
                 order = decode_order(channel.recv(timeout_s=None).data)

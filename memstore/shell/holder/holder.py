@@ -278,7 +278,12 @@ class Holder:
     def _accept(self, channel: Channel, identity: Identity) -> None:
         if isinstance(identity, ControllerIdentity):
             self.sessions.serve(
-                channel, identity.term, inventory=self._inventory, on_open=self.calls.ask_again, obey=self.obey
+                channel,
+                identity.term,
+                inventory=self._inventory,
+                heartbeat=self.heartbeat,
+                on_open=self.calls.ask_again,
+                obey=self.obey,
             )
         elif isinstance(identity, HolderIdentity):
             self.peer_server.serve(channel, identity)

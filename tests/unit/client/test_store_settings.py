@@ -131,7 +131,7 @@ def kinds_until_silent(channel: Channel, *, silent_s: float) -> list[type[Holder
 
 
 def test_a_holder_beats_as_often_as_its_config_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Often if ordered so; with 60 s between two beats none comes meanwhile.
+    """Often if ordered so; with 60 s between two beats no second one comes meanwhile.
 
     Something else may: a tool of another test asks every store of this user on the machine, and its holder relays that.
     """
@@ -148,7 +148,7 @@ def test_a_holder_beats_as_often_as_its_config_says(monkeypatch: pytest.MonkeyPa
         as_controller(holder, holder.state.info.endpoints[0].address, holder.state.info.endpoints[0].port) as channel,
     ):
         assert isinstance(decode_holder_message(channel.recv(timeout_s=WAIT_S).data), HostInventory)
-        assert Heartbeat not in kinds_until_silent(channel, silent_s=1.5)
+        assert kinds_until_silent(channel, silent_s=1.5).count(Heartbeat) == 1  # it comes with the inventory
 
 
 @pytest.mark.parametrize(("cores", "streams"), [(3, 3), (16, 4)])

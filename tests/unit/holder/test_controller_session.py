@@ -29,6 +29,7 @@ from memstore.core.wire.orders import EchoClock, Order, PushTargets, Reserve, Te
 from memstore.core.wire.reports import (
     CopiesVerified,
     FactsWritten,
+    Heartbeat,
     HolderMessage,
     HostInventory,
     Outranked,
@@ -107,8 +108,8 @@ def send(channel: Channel, order: Order) -> None:
 
 
 def received(channel: Channel, timeout_s: float = ORDER_WAIT_S) -> HolderMessage:
-    """The next message but calls: a tool of another test asks every store of this user on the machine."""
-    while isinstance(message := decode_holder_message(channel.recv(timeout_s=timeout_s).data), Called):
+    """The next message but heartbeats and calls: a tool of another test asks every store of this user here."""
+    while isinstance(message := decode_holder_message(channel.recv(timeout_s=timeout_s).data), Called | Heartbeat):
         pass
     return message
 
