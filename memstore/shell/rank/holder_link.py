@@ -280,7 +280,8 @@ class HolderLink:
     def fenced_error(self) -> FencedError:
         """Return the error for a Store of an older attempt, of an older connect() or of a removed job (R21)."""
         whose = f"this Store belongs to attempt {self.attempt} and is fenced"
-        return FencedError(f"job {self.job!r}: {whose}: {self.fenced}")
+        why = self.fenced or self.interrupted  # a wait may end before the link is fenced
+        return FencedError(f"job {self.job!r}: {whose}: {why}")
 
     def fence(self, why: str) -> None:
         """End every wait on this link with a FencedError that says `why`; no put that is not filled is submitted."""
