@@ -62,6 +62,7 @@ class DurableState:
     stuck: set[str] = field(default_factory=set)  # hosts that the next write does without, where others can
     taken_back: set[StepId] = field(default_factory=set)  # torn steps that a host has removed
     ordered_back_s: dict[StepId, float] = field(default_factory=dict)  # torn steps whose removal was ordered, and when
+    removals: dict[StepId, tuple[str, float]] = field(default_factory=dict)  # under way -> its host, and since when
 
 
 class DurableStates:

@@ -38,6 +38,7 @@ from recovery.lineage import in_lineage
 FAILED_AGAIN_S = 60.0  # a step whose write failed may be written again after that, though no newer one was committed
 KEYS_NAMED_MAX = 3
 TAKE_BACK_S = 30.0  # after that the removal of a torn step is ordered again: its host died, or storage failed
+REMOVAL_S = 30.0  # a write waits so long for a removal of its step, which would take what was just written
 
 
 class DurableOrders:
@@ -79,7 +80,7 @@ class DurableOrders:
         decision = self._next(now, job, attempt, state, mine)
         if decision.start is not None:  # only now: to see that a step is whole takes a look at every rank
             decision = self._next(now, job, attempt, state, [s for s in mine if self.states.is_whole(job, s)])
-        if decision.start is None:
+        if decision.start is None or self._is_being_removed(state, decision.start):
             return
         if decision.abandon is not None:
             self._abandon(job, state, decision.why)
@@ -107,7 +108,7 @@ class DurableOrders:
         wanted = persists.wanted(job)
         if wanted is None:
             return False
-        if not persists.is_due(job, wanted):
+        if not persists.is_due(job, wanted) or self._is_being_removed(state, wanted):
             return True
         if state.active is not None:
             # Not counted: that says nothing of the storage's speed.
@@ -160,7 +161,13 @@ class DurableOrders:
 
     def _order_removal(self, host: str, job: Job, place: DurablePlace, step: StepId, *, only_unmarked: bool) -> None:
         row = WireStep.of(step)
+        self.states.of(job.name).removals[step] = (host, self.state.now)
         self.out.send(host, RemoveStep(job=job.name, durable=place, step=row, only_unmarked=only_unmarked))
+
+    def _is_being_removed(self, state: DurableState, step: StepId) -> bool:
+        """Return whether a host is still removing what storage holds of a step."""
+        _, since_s = state.removals.get(step, ("", -math.inf))
+        return self.state.now - since_s < REMOVAL_S
 
     def _start(self, now: float, job: Job, attempt: Attempt, state: DurableState, step: StepId) -> None:
         write = Write(step, now, storage_of(attempt.config), {}, {})
@@ -231,6 +238,8 @@ class DurableOrders:
     def step_removed(self, host_id: str, report: StepRemoved) -> None:
         """A host removed a step, or could not."""
         job, step = self.state.jobs.get(report.job), report.step.id
+        if job is not None:
+            self.states.of(job.name).removals.pop(step, None)
         if report.problem is not None:
             why = f"step {step.step} could not be removed from durable storage by {host_id}: {report.problem}"
             self.out.log(f"job {report.job!r}: {why}", "warning")
@@ -338,6 +347,7 @@ class DurableOrders:
         state, attempt = self.states.of(job.name), job.newest
         write = state.active
         state.stuck.discard(host_id)  # its next process has another way to the storage
+        state.removals = {step: removal for step, removal in state.removals.items() if removal[0] != host_id}
         if write is None or attempt is None or host_id not in write.waits.values():
             return
         hosts = self.state.hosts

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import pytest
+
 from memstore.core.durable.paths import other_key
-from memstore.core.durable.writes import FAILED_AGAIN_S
+from memstore.core.durable.writes import REMOVAL_S, DurableOrders
 from memstore.core.schedule.durable_interval import retire
 from memstore.core.wire.ids import WireStep
 from memstore.core.wire.reports import SliceWritten
@@ -14,7 +17,6 @@ from memstore.testing.controller.world import ControllerWorld
 from recovery.inventory import StepId
 
 A, B = "a" * 16, "b" * 16
-AGAIN_S = FAILED_AGAIN_S + 20.0  # a removal of unfinished slices may take some of the write that follows it
 
 
 def encrypted(keys: dict[str, str], hosts: int = 2, **config: Any) -> tuple[ControllerWorld, list[DirectedRank]]:
@@ -76,7 +78,7 @@ def test_a_step_that_fits_under_no_key_is_not_durable() -> None:
 def test_a_key_replaced_while_a_step_is_written_makes_no_mixed_step() -> None:
     """Hosts read the new file between two of their slices: the write fails, and the next one has the new key."""
     world, ranks = encrypted({"h0": A, "h1": A})
-    assert world.put_all(ranks, 1, until="durable", limit_s=AGAIN_S)
+    assert world.put_all(ranks, 1, until="durable", limit_s=20.0)
     world.work_s = (1.0, 1.5)
     for rank in ranks:
         world.put(rank, 2)
@@ -84,8 +86,25 @@ def test_a_key_replaced_while_a_step_is_written_makes_no_mixed_step() -> None:
     assert world.run_until(writing, 20.0)
     for holder in world.holders.values():
         world.durable.keys[holder.host_id] = B
-    assert world.run_until(lambda: ("train", 1, 2) in world.durable.markers, AGAIN_S)
+    assert world.run_until(lambda: ("train", 1, 2) in world.durable.markers, 20.0)
     assert world.durable.markers["train", 1, 2][1] == B
+
+
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_a_step_is_written_again_once_its_remains_are_removed(
+    monkeypatch: pytest.MonkeyPatch, is_reported: bool
+) -> None:
+    """The removal would take the new slices; a host that never says that it has removed holds the write up 30 s."""
+    if not is_reported:
+        monkeypatch.setattr(DurableOrders, "step_removed", lambda self, host, report: None)
+    world, ranks = encrypted({"h0": A, "h1": A})
+    world.durable.problem = "no space left"
+    assert world.put_all(ranks, 1)
+    assert world.run_until(lambda: world.served.parts.durable_states.of("train").failures_count == 1, 20.0)
+    failed_s, world.durable.problem = world.now, ""
+    world.served.parts.durable_states.of("train").failed_s = -math.inf  # as if it had waited for its next try
+    assert world.run_until(lambda: ("train", 1, 1) in world.durable.markers, REMOVAL_S + 10.0)
+    assert (world.now - failed_s >= REMOVAL_S) is not is_reported
 
 
 def test_a_key_replaced_host_by_host_never_mixes() -> None:
@@ -94,7 +113,7 @@ def test_a_key_replaced_host_by_host_never_mixes() -> None:
     for step in range(1, 7):
         if step in (3, 5):
             world.durable.keys["h0" if step == 3 else "h1"] = B
-        assert world.put_all(ranks, step, until="durable", limit_s=AGAIN_S)
+        assert world.put_all(ranks, step, until="durable", limit_s=20.0)
     assert all(len(keys_on_storage(world, step)) == 1 for step in range(1, 7))
     assert world.durable.markers["train", 1, 6][1] == B
 
@@ -104,14 +123,14 @@ def test_nothing_older_goes_while_hosts_differ_or_the_present_key_has_too_few() 
     assert retire({StepId(1, 1): A, StepId(1, 2): A, StepId(1, 3): B}, 2, B) == ()
     assert retire({StepId(1, 1): A, StepId(1, 2): B, StepId(1, 3): A, StepId(1, 4): B}, 2, B) == (StepId(1, 1),)
     world, ranks = encrypted({"h0": A, "h1": A}, durable_keep=1)
-    assert world.put_all(ranks, 1, until="durable", limit_s=AGAIN_S)
+    assert world.put_all(ranks, 1, until="durable", limit_s=20.0)
     world.durable.keys["h0"] = B
     for step in (2, 3):
-        assert world.put_all(ranks, step, until="durable", limit_s=AGAIN_S)
+        assert world.put_all(ranks, step, until="durable", limit_s=20.0)
     world.run(2.0)
     assert sorted(step for _, _, step in world.durable.markers) == [1, 2, 3]
     world.durable.keys["h1"] = B
-    assert world.put_all(ranks, 4, until="durable", limit_s=AGAIN_S)
+    assert world.put_all(ranks, 4, until="durable", limit_s=20.0)
     assert world.run_until(lambda: [step for _, _, step in world.durable.markers] == [4], 5.0)
 
 

@@ -66,7 +66,8 @@ def test_the_events_name_who_was_replaced_and_the_seconds_of_each_phase() -> Non
     assert list(took_s) == PHASES
     # The silence of the lost rank is longer than the wait of any other one for word of it.
     assert (took_s["detect"], took_s["abort"], took_s["replace"], took_s["meet"]) == (3.0, 0.7, 1.4, 0.2)
-    assert 0.9 + 1.49 <= took_s["rebuild"] <= 0.9 + 1.7
+    on_its_way_s = 0.01  # between a rank and the controller
+    assert 0.9 + 1.5 - on_its_way_s <= took_s["rebuild"] <= 0.9 + 1.7
     assert 0.0 < took_s["get"] + took_s["first_step"] <= world.now - began_s
 
 
