@@ -282,6 +282,8 @@ class InPlaceFreezeHost(InPlaceZombies):
         return f"{len(self.frozen)} processes stopped (state T, each checked){lost}"
 
     def wake(self) -> str:
+        """Let all go on once Ray has given the host up: a raylet that wakes before that lives on, with its holder."""
+        self.own_site.wait_given_up(self.node)
         count = len(self.frozen)
         self.thaw()
         return f"SIGCONT to {count} processes of {self.victim_host}"
