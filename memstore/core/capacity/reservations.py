@@ -92,14 +92,18 @@ class Reservations:
         if found is None:
             return
         job, attempt = found
-        # A decided get that failed does not count: its except-branch must not evict the unreadable step (R19).
+        # A decided get that failed does not count: its except-branch must not evict the unreadable step (R19), which
+        # may be one that was never committed (R23).
         is_rewound = attempt.has_restored and attempt.rounds_count == 0
         may_put = attempt.is_released or is_rewound or attempt.is_fresh or attempt.has_put
-        if (job.has_history or self.state.is_dropped(job)) and not may_put:
-            failed = attempt.failed_load
-            what = (
-                f"that this attempt could not load ({failed[1]})" if failed else "that this attempt has not asked for"
-            )
+        has_steps = job.has_history or self.state.is_dropped(job) or attempt.has_restored
+        if has_steps and not may_put:
+            if attempt.failed_load:
+                what = f"that this attempt could not load ({attempt.failed_load[1]})"
+            elif attempt.has_restored:
+                what = "that not every rank of this attempt has loaded"
+            else:
+                what = "that this attempt has not asked for"
             self.out.refuse(
                 call,
                 "CommitError",

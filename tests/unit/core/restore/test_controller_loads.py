@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from memstore.testing.controller.holder import DirectedRank
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import ControllerWorld
@@ -53,6 +55,50 @@ def test_a_rank_that_cannot_load_ends_the_get_of_all_and_adopts_nothing() -> Non
     world.check_restored(world.get(ranks))
     world.reserve(ranks)
     assert world.put_all(ranks, 3)
+
+
+def launched_after_no_commit() -> tuple[ControllerWorld, list[DirectedRank]]:
+    """Return a world whose only step is whole and was never committed, and the ranks of the launch after it.
+
+    Controller and hosts ended before the commit, and the host with rank 0's only copy came back after that launch.
+    """
+    world = ControllerWorld(3, replicas=1)
+    ranks = world.launch(3)
+    world.get(ranks)
+    world.reserve(ranks)
+    world.crash_controller(restart_after_s=None)
+    for rank in ranks:
+        world.put(rank, 1)
+    world.run(1.0)
+    for host in world.holders:
+        world.kill_host(host, keep_memory=True)
+    for host in ("h1", "h2"):
+        world.return_host(host)
+    world.start_controller()
+    ranks = world.launch(3)
+    world.return_host("h0")
+    return world, ranks
+
+
+@pytest.mark.parametrize("is_by_successor", [False, True])
+def test_a_step_that_was_never_committed_is_kept_from_puts_as_well(is_by_successor: bool) -> None:
+    """A get found it whole: a script's except-branch must not begin over it, nor under the next controller (R23)."""
+    world, ranks = launched_after_no_commit()
+    ranks[2].load_error = BROKEN
+    assert all("while its state was loaded" in answer["error"] for answer in world.get(ranks))
+    assert not world.job().has_history
+    if is_by_successor:
+        world.crash_controller()
+    world.reserve(ranks)
+    assert {rank.error("reserve").partition(":")[0] for rank in ranks} == {"CommitError"}
+    assert ("not every rank of this attempt has loaded" if is_by_successor else BROKEN) in ranks[0].error("reserve")
+    ranks[2].load_error = None
+    for rank in ranks:
+        rank.errors.clear()
+    answers = world.get(ranks)
+    world.check_restored(answers)
+    assert answers[0]["step"] == 1
+    assert world.put_all(ranks, 2)
 
 
 def test_the_next_launch_gets_the_step_that_could_not_be_loaded() -> None:
