@@ -48,13 +48,13 @@ def rebalance(
     A pair is good while its target is there, has room and a place, and lies in a domain that the
     owner does not cover yet, at the spread level of today. Missing pairs go to the hosts with
     the fewest peers; if none is free, peers move on along the cheapest chain (`TargetAssignment`). No
-    host ends with more peers than its fair share, rounded up, plus one: `replicas` where all
-    hosts have room. If that leaves more unmet than `place` would, the answer is `place`'s, with
-    all its moves: separation comes before stillness.
+    host ends with more peers than its fair share, rounded up: a job's memory is sized for that. Only
+    where that leaves something unmet a host takes one more. If that leaves more unmet than `place`
+    would, the answer is `place`'s, with all its moves: separation comes before stillness.
 
-    Moves are the fewest there can be while `replicas` stays, room is no limit and nothing is
-    unmet; in general at most one more per chain link. A new placement after one host joined would
-    move most pairs. `strategy` matters only to the fresh placement.
+    Moves are the fewest there can be within that share, or one more, while `replicas` stays, room is
+    no limit and nothing is unmet; in general at most one more per chain link. A new placement after one
+    host joined would move most pairs. `strategy` matters only to the fresh placement.
 
     Raises:
         ValueError: as `place`.
@@ -64,11 +64,18 @@ def rebalance(
     """
     copies = check_request(topology, replicas, strategy, demand_bytes)
     spread = spread_level(topology, replicas)
-    assignment = TargetAssignment(topology, level=spread.level, replicas=copies, demand_bytes=demand_bytes or {})
     wished = {owner: [t for t in held if t in topology.hosts] for owner, held in old.targets.items()}
-    targets = assigned(assignment, wished)
-    targets = {owner: _in_old_order(held, old.targets.get(owner, ())) for owner, held in targets.items()}
-    result = describe(topology, targets, replicas=replicas, level=spread.level, warnings=spread.warnings)
+    tried = []
+    for extra in (0, 1):
+        assignment = TargetAssignment(
+            topology, level=spread.level, replicas=copies, demand_bytes=demand_bytes or {}, extra=extra
+        )
+        targets = assigned(assignment, wished)
+        targets = {owner: _in_old_order(held, old.targets.get(owner, ())) for owner, held in targets.items()}
+        tried.append(describe(topology, targets, replicas=replicas, level=spread.level, warnings=spread.warnings))
+        if not tried[-1].unmet:
+            break
+    result = min(tried, key=_shortfall)
     if result.unmet:
         fresh = place(topology, replicas=replicas, strategy=strategy, demand_bytes=demand_bytes)
         if _shortfall(fresh) < _shortfall(result):

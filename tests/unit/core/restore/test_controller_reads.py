@@ -67,7 +67,7 @@ def test_what_is_read_is_surplus_nowhere_until_the_read_has_ended() -> None:
     world.work_s = (30.0, 30.0)  # of the read
     world.call(ranks[2], "read_step", step=1, rank=1)
     world.run(15.0)
-    assert world.holders_of(StepId(1, 1), 0) == ["h3", "h4"]
+    assert world.holders_of(StepId(1, 1), 0) == ["h3", "h5"]
     assert world.holders_of(StepId(1, 1), 1) == ["h1", "h2", "h3", "h4"]
     world.run(30.0)
     assert world.holders_of(StepId(1, 1), 1) == ["h3", "h4"]
