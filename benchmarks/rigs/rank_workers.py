@@ -40,11 +40,11 @@ def ranks_on_hosts(
     hosts = {f"h{number}": {"rack": f"r{number}"} for number in range(count)}
     make_state = functools.partial(gpt_tensors.gpt_state, nbytes)
     with tempfile.TemporaryDirectory() as folder:
-        # (replicas x (keep_steps + 1) + 1) x the bytes of a rank, and what a put of this size rounds up to
+        # replicas x (keep_steps + 1) x the bytes of a rank, and what a put of this size rounds up to
         cluster = ProcessCluster(
             Path(folder),
             hosts,
-            arena_bytes=int(5.5 * nbytes) + 64 * MIB,
+            arena_bytes=int(4.5 * nbytes) + 64 * MIB,
             chunk_bytes=options.chunk_bytes,
             detect="normal",
             replicas=2,

@@ -92,7 +92,7 @@ def bill(hosts: list[HostRow], job_defaults: dict[str, Any]) -> list[str]:
     """Return the arenas' limits, their reasons, and what fits: a line for each kind of host, and warnings."""
     replicas = job_defaults.get("replicas", Config.replicas)
     keep_steps = job_defaults.get("keep_steps", Config.keep_steps)
-    versions = replicas * (keep_steps + 1) + 1  # of one host's state; the last: room to rebuild a neighbour's copies
+    versions = replicas * (keep_steps + 1)  # of one host's state
     kinds: dict[tuple[Any, ...], list[str]] = {}
     for host in hosts:
         stats = host.stats

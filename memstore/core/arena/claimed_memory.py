@@ -62,9 +62,12 @@ class ClaimedMemory:
         with self.lock:
             with self._index_lock:
                 needed, before = self._index.slots_needed(job, share), self._index.shares.get(job)
-                prepared = self._index.prepared.get(job)
+                prepared, leased = self._index.prepared.get(job), self._index.leased_before(job, share.attempt)
             try:
-                self.grow_to(needed)
+                try:
+                    self.grow_to(needed + leased)
+                except CapacityError:  # then puts wait until the processes that leased these slots are gone
+                    self.grow_to(needed)
             except CapacityError as exc:
                 raise CapacityError(f"{exc}. {self._asked(share)}", **vars(exc)) from exc
             with self._index_lock:
@@ -78,7 +81,7 @@ class ClaimedMemory:
         ranks = ", ".join(f"{rank}: {gib(slots * size)}" for rank, slots in sorted(share.ranks.items())[:8])
         return (
             f"The job reserves {share.versions} versions for each rank here (rank {ranks or '-'}) and "
-            f"{gib(share.peer_slots * size)} for copies of other hosts' ranks and their repair"
+            f"{gib(share.peer_slots * size)} for copies of other hosts' ranks"
         )
 
     def keep_shares(self, jobs: Collection[str]) -> None:

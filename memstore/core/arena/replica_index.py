@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from memstore.core.arena.slot_table import PeerShare, SlotTable
+from memstore.core.arena.slot_table import Owner, PeerShare, SlotTable
 from recovery.inventory import Copy, ShardId, ShardSpec
 
 # an incoming replica costs memory of ours; a group of ten hosts with eight ranks each has 160 under way
@@ -72,6 +72,7 @@ class ReplicaIndex:
         self.incoming: dict[Key | tuple[ShardId, str, str], IncomingReplica] = {}
         self.shares: dict[str, PeerShare] = {}
         self.prepared: dict[str, PeerShare] = {}  # what jobs that restored will claim if they put
+        self.lessees: dict[Owner, tuple[str, int]] = {}  # who has leased slots -> job and rank
         self.users: dict[int, list[Key]] = {}  # sealed slot -> shards that use it; sets are slow here
         self.pins_count = 0
 
@@ -303,10 +304,19 @@ class ReplicaIndex:
         unshared = sum(len(s.slots) for s in self.shards.values() if s.shard.job not in shared)
         return taken + unshared + self._claim_of(job, share)
 
+    def leased_before(self, job: str, attempt: int) -> int:
+        """Return the slots that processes of a job's older attempts have leased: while they live, these are theirs."""
+        return sum(
+            self.table.slots[number].attempt < attempt
+            for owner, numbers in self.table.leases.items()
+            if self.lessees.get(owner, (job, 0))[0] == job
+            for number in numbers
+        )
+
     def _claim_of(self, job: str, share: PeerShare) -> int:
         """A share and its kept step of another world size: beyond one version's place that comes on top (R10)."""
         foreign = sum(len(s.slots) for s in self.shards.values() if s.shard.job == job and _is_foreign(s, share))
-        return share.total + max(0, foreign - share.total // (share.versions + 1))
+        return share.total + max(0, foreign - share.of_version(share.total))
 
     def spare_count(self) -> int:
         """Free slots that no present job's reservation or first put needs beside what its replicas lie in (R9)."""
@@ -351,10 +361,11 @@ class ReplicaIndex:
 
     def _count(self, job: str, ranks: Iterable[int]) -> int:
         wanted, share = set(ranks), self.shares.get(job)
-        mine = (s for s in self.shards.values() if s.shard.job == job and s.shard.rank in wanted)
-        stored = sum(len(s.slots) for s in mine if share is None or not _is_foreign(s, share))
+        held = [s for s in self.shards.values() if s.shard.job == job and s.shard.rank in wanted]
+        stored = sum(len(s.slots) for s in held if share is None or not _is_foreign(s, share))
+        repaired = {s.shard for s in held if s.missing}  # what comes takes the places that are counted
         incoming = (d for d in self.incoming.values() if d.shard.job == job and d.shard.rank in wanted)
-        return stored + sum(self._slots_for(replica) for replica in incoming)
+        return stored + sum(self._slots_for(d) for d in incoming if d.part is not None or d.shard not in repaired)
 
     def _slots_for(self, replica: IncomingReplica) -> int:
         """Return the slots that an incoming replica takes in the end; chunks shared with a stored replica take none."""
@@ -362,15 +373,31 @@ class ReplicaIndex:
             return len(replica.slots)
         return sum(replica.slots[i] not in self.users for i in replica.part)
 
-    def leasable(self, job: str, rank: int, leased_count: int) -> int:
-        """Free slots a rank may still lease: its share less what its shards and leases use."""
+    def leasable(self, job: str, rank: int, owner: Owner) -> int:
+        """Free slots a rank may still lease: its share less what its shards and leases use.
+
+        A kept step of another world size lies in the place of one version. Then no rank takes two, while another one
+        or the peers have no place for their first.
+        """
         share = self.shares.get(job)
         if share is None:
             return 0
-        return max(0, share.ranks.get(rank, 0) - self.used_by_rank(job, rank) - leased_count)
+        allowed = max(0, share.ranks.get(rank, 0) - self.used_by_rank(job, rank) - self.table.held_count(owner))
+        if not any(key[0].job == job and _is_foreign(stored, share) for key, stored in self.shards.items()):
+            return allowed
+        taken = {r: self.used_by_rank(job, r) for r in share.ranks if r != rank}
+        for other, place in self.lessees.items():
+            if other != owner and place[0] == job and place[1] in taken:
+                taken[place[1]] += self.table.held_count(other)
+        owed = sum(max(0, share.of_version(share.ranks[r]) - count) for r, count in taken.items())
+        owed += max(0, share.of_version(share.peer_slots) - self.used_by_peers(job))
+        return min(allowed, max(0, len(self.table.free) - owed))
 
-    def peer_refusal(self, shard: ShardId, chunks_count: int) -> str | None:
-        """Say why an incoming copy does not fit the peer share, or None."""
+    def peer_refusal(self, shard: ShardId, chunks_count: int, known: StoredReplica | None = None) -> str | None:
+        """Say why an incoming copy does not fit the peer share, or None; `known` is what is here of it already.
+
+        The places of the chunks that it lacks are counted with it.
+        """
         share = self.shares.get(shard.job)
         incoming = [replica for (_, sender, *_), replica in self.incoming.items() if sender != LOCAL_SENDER]
         unfinished_count = sum(replica.part is None for replica in incoming)
@@ -388,6 +415,8 @@ class ReplicaIndex:
             return f"no room is reserved for job {shard.job!r} here and {free} slots are free, {chunks_count} needed"
         if shard.rank in share.ranks:
             return None  # its own rank's shard comes back: that is the in-flight share
+        if known is not None and not _is_foreign(known, share):
+            return None
         used = self.used_by_peers(shard.job)
         if used + chunks_count <= share.peer_slots:
             return None

@@ -119,8 +119,10 @@ class ReplicaStore(Generic[M_co, F_co]):
     def lease(self, owner: Owner, job: str, rank: int, attempt: int) -> list[int]:
         """Lease the slots that the rank's share still allows beside its own (R10)."""
         with self.lock:
-            count = self.index.leasable(job, rank, self.table.held_count(owner))
+            count = self.index.leasable(job, rank, owner)
             numbers = self.table.lease(owner, count, attempt=attempt)
+            self.index.lessees = {o: place for o, place in self.index.lessees.items() if self.table.held_count(o)}
+            self.index.lessees[owner] = (job, rank)
             self.flush()
             return numbers
 

@@ -275,6 +275,10 @@ class PeerShare:
         """All slots the job may use here."""
         return sum(self.ranks.values()) + self.peer_slots
 
+    def of_version(self, slots_count: int) -> int:
+        """Return the part of so many of its slots that is for one version."""
+        return slots_count // max(1, self.versions)
+
 
 def share_of(order: Reserve) -> PeerShare:
     """Return the room that an order names."""

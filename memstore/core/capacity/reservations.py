@@ -25,6 +25,7 @@ from memstore.core.wire.reports import Reserved
 
 SLOTS_MAX = 1 << 40  # of one rank: the sum of all ranks and versions stays below the 2**62 of a message
 RETRY_S = 5.0  # between two tries of a host that had no room when it joined
+REBUILD_S = 30.0  # until room that was refused is asked for again, or that is not used any more goes back
 GATHER_S = 5.0  # for other ranks to ask for more than they prepared as well, unless one puts: then it needs no more
 
 
@@ -65,6 +66,17 @@ class ReservationRefused:
     due_s: float  # when to ask again
 
 
+@dataclass(slots=True)
+class RebuildRoom:
+    """Room on one host for copies that placement does not ask of it: they stand in for those of a host that flaps."""
+
+    slots_count: int
+    used_s: float  # when it was last asked for: room that nobody asks for goes back
+    number: int = 0  # of the order that asked for it, or asked again without it
+    is_claimed: bool = False
+    is_refused: bool = False
+
+
 class Reservations:
     """Reservations of all jobs."""
 
@@ -85,6 +97,7 @@ class Reservations:
         self.unroomed: dict[tuple[str, str], ReservationRefused] = {}  # by job and late host
         # Job and host that has no room for pinned copies which are to move -> the last order that asked for it.
         self.tight: dict[tuple[str, str], int] = {}
+        self.rebuilds: dict[tuple[str, str], RebuildRoom] = {}  # by job and host
 
     def reserve(self, call: Call[ReserveRoom]) -> None:
         """Handle a rank's preparation or first put, or a put that has outgrown its share."""
@@ -225,12 +238,13 @@ class Reservations:
         hosts = {h for h in {*local, *peer_slots} if self.state.hosts.is_live(h) and (only is None or h in only)}
         for host in sorted(hosts):
             ranks = local.get(host, {})
-            repair = sum(self.need(job, attempt, rank) for rank in ranks) if keep or beside else 0
+            rebuild = self.rebuilds.get((job.name, host))
+            rebuild_slots = rebuild.slots_count if rebuild is not None and not rebuild.is_refused else 0
             order = Reserve(
                 job=job.name,
                 attempt=attempt.attempt_number,
                 ranks=dict(sorted(ranks.items())),
-                peer_slots=peer_slots.get(host, 0) + repair,
+                peer_slots=peer_slots.get(host, 0) + rebuild_slots,
                 world_size=attempt.world_size,
                 versions=keep,
                 number=TermNumber(self.term, self.orders_count),
@@ -243,6 +257,31 @@ class Reservations:
                 sent_orders.note(host, order)
             self.out.send(host, order)
         return hosts
+
+    def room_to_rebuild(self, job: Job, attempt: Attempt, host: str, slots_count: int) -> RebuildRoom:
+        """Return a host's room for copies that placement does not ask of it; the first call asks the host for it.
+
+        It is no part of the reservation: a host that has no memory for it refuses it, and stands in for nobody.
+        """
+        key = (job.name, host)
+        room = self.rebuilds.get(key)
+        if room is None or (room.slots_count != slots_count and not room.is_refused):
+            room = self.rebuilds[key] = RebuildRoom(slots_count, self.state.now)
+            self.order(job, attempt, only=(host,))
+            room.number = self.orders_count
+        if not room.is_refused:
+            room.used_s = self.state.now
+        return room
+
+    def _end_rebuilds(self, now: float) -> None:
+        """Give back the room for copies in other hosts' stead that nobody has asked for lately."""
+        for (name, host), room in list(self.rebuilds.items()):
+            job = self.state.jobs.get(name)
+            if job is None or job.newest is None or not self.state.hosts.is_live(host):
+                del self.rebuilds[name, host]
+            elif now - room.used_s > REBUILD_S:
+                del self.rebuilds[name, host]
+                self.order(job, job.newest, only=(host,), is_news_only=True)
 
     def take_back_leases(self) -> None:
         """End the leases of all readers, and give their room to puts that need it (R36)."""
@@ -315,10 +354,13 @@ class Reservations:
         problem, number = report.problem, report.number.number
         if report.number.term != self.term:
             return
+        rebuild = self.rebuilds.get((report.job, host_id))
         if problem is not None:
             self.sent_orders.refused(host_id, Reserve, report.job)
             if self._is_asked_for_less(host_id, report):
                 return
+        elif rebuild is not None and not rebuild.is_refused and number >= rebuild.number:
+            rebuild.is_claimed = True
         claims = [c for n, c in self.claims.items() if c.job == report.job and n <= number and host_id in c.waits]
         for claim in claims:
             claim.waits.discard(host_id)
@@ -338,14 +380,23 @@ class Reservations:
         self._finish_claims()
 
     def _is_asked_for_less(self, host_id: str, report: Reserved) -> bool:
-        """Ask a host again without the pinned copies that are to move, once; False if it was not asked for these."""
+        """Ask a host again without what its copies can do without; False if it was not asked for any such thing.
+
+        First without room for copies in other hosts' stead, then without the pinned copies that are to move.
+        """
         key, asked = (report.job, host_id), self.orders_count
-        if key in self.tight:
-            return report.number.number <= self.tight[key]
         job = self.state.jobs.get(report.job)
         attempt = job.newest if job is not None else None
         if job is None or attempt is None or attempt.attempt_number != report.attempt or report.is_fault:
             return False
+        rebuild = self.rebuilds.get(key)
+        if rebuild is not None and not rebuild.is_refused:
+            rebuild.is_refused, rebuild.is_claimed, rebuild.number = True, False, asked
+            return bool(self.order(job, attempt, only=(host_id,)))
+        if rebuild is not None and report.number.number <= rebuild.number:
+            return True  # of an order that asked for it as well
+        if key in self.tight:
+            return report.number.number <= self.tight[key]
         if host_id not in self._pinned_elsewhere(job, attempt, PeerHostLookup(self.view, job, attempt)):
             return False
         self.tight[key] = asked
@@ -429,6 +480,7 @@ class Reservations:
     def tick(self, now: float) -> None:
         """Check for ranks that never made their first put, and hosts that died while claiming."""
         self._ask_again(now)
+        self._end_rebuilds(now)
         self._finish_claims()
         for name, active in list(self.active.items()):
             job = self.state.jobs[name]

@@ -42,6 +42,7 @@ class RepairPushes:
     under_way: dict[tuple[ShardId, str], tuple[str, float]] = field(default_factory=dict)
     refused_s: dict[tuple[ShardId, str], float] = field(default_factory=dict)  # (shard, target) -> when
     vain_s: dict[ShardId, float] = field(default_factory=dict)  # copies for which no substitute was found, and when
+    sought_s: dict[ShardId, float] = field(default_factory=dict)  # copies for which a host was asked for room, and when
     load: Counter[str] = field(default_factory=Counter)  # pushes by source, in one look at a job
 
     def count_load(self) -> None:
@@ -79,19 +80,20 @@ class Substitutes:
         now = self.now
         self.flaky = {h for h, s in self.hosts.states.items() if s.deaths_s and self.hosts.is_on_probation(now, h)}
         self._searches_left = SEARCHES_MAX
+        self._is_asked = False  # a host was asked for room, and has not answered
         self._beside: dict[str, set[ShardId]] = {}  # host -> the job's shards there that placement does not ask of it
 
     def of(self, shard: ShardId, wanted: list[str], good: Mapping[str, Copy]) -> list[str]:
         """Return the substitute hosts for a shard.
 
         A host that has the copy, or is being sent it, keeps it; a new one is chosen where a flapping host lacks it:
-        first of another failure domain, then with the fewest copies of the step. None is asked for more than its room
-        for repairs takes.
+        first of another failure domain, then with the fewest copies of the step. None takes more than one version.
         """
         flaky = self.flaky.intersection(wanted)
         if not flaky or self.view.placement(self.job) is None:
             return []
-        has_all = all(h in good and not good[h].missing for h in flaky)
+        # A push of before may reach the flapping host while a substitute is asked for room: it is still the one wanted.
+        has_all = all(h in good and not good[h].missing for h in flaky) and shard not in self.pushes.sought_s
         steady = [h for h in wanted if h not in flaky]
         taken, near = self.hosts.domains(steady), {self._places.get(h) for h in steady}
         count = max(0, self.attempt.replicas - len(taken))
@@ -104,15 +106,16 @@ class Substitutes:
         begun = {*good, *(() if has_all else self._pushed.get(shard, ()))}
         known = [h for h in begun if may(h)]
         known.sort(key=lambda h: (h not in good, self._places.get(h) in near, self._load(h), h))
-        found = self._with_room(shard, known)[:count]
+        found = [host for host in known if self._takes(shard, host, is_there=host in good)][:count]
         is_vain = shard in self.pushes.vain_s or not self._searches_left or not self._is_source_free(good)
         if has_all or len(found) == count or is_vain:
             return found
         self._searches_left -= 1
+        self._is_asked = False
         others = self._far_first(near, (h for h in self._by_load if h not in begun and may(h)))
-        found = [*found, *self._with_room(shard, others)][:count]
+        found += [host for host in others if self._takes(shard, host, is_there=False)][: count - len(found)]
         if len(found) < count:
-            self.pushes.vain_s[shard] = self.now
+            (self.pushes.sought_s if self._is_asked else self.pushes.vain_s).setdefault(shard, self.now)
         return found
 
     def _far_first(self, near: set[str | None], able: Iterable[str]) -> list[str]:
@@ -125,13 +128,11 @@ class Substitutes:
                 break
         return [*far, *others][:ASKED_MAX]
 
-    def _with_room(self, shard: ShardId, hosts: Iterable[str]) -> list[str]:
-        return [host for host in hosts if self._has_room(shard, host)]
-
-    def _has_room(self, shard: ShardId, host: str) -> bool:
+    def _takes(self, shard: ShardId, host: str, *, is_there: bool) -> bool:
         """Return whether a host has room for this copy among those that placement does not ask of it: one version.
 
-        Beyond that a copy would take the room of steps that are still to be put, and nothing would be committed.
+        Beyond that a copy would take the room of steps that are still to be put, and nothing would be committed. The
+        room is claimed when it is first needed; until the host answers, only a copy that is there stays.
         """
         job, attempt, here = self.job, self.attempt, self._ranks.get(host, set())
         if host not in self._beside:
@@ -144,7 +145,12 @@ class Substitutes:
             }
         specs = map(job.spec, self._beside[host] | {shard})
         taken = sum(spec.chunks_count for spec in specs if spec is not None)
-        return taken <= sum(self.room.need(job, attempt, rank) for rank in here)
+        most = sum(self.room.need(job, attempt, rank) for rank in here)
+        if taken > most:
+            return False
+        room = self.room.room_to_rebuild(job, attempt, host, most)
+        self._is_asked = self._is_asked or not (room.is_claimed or room.is_refused)
+        return room.is_claimed or (is_there and not room.is_refused)
 
     def pushed(self, shard: ShardId, target: str) -> None:
         """Note a copy that was ordered meanwhile."""
@@ -222,6 +228,7 @@ class Repair:
         }
         pushes.refused_s = {key: s for key, s in pushes.refused_s.items() if now - s <= REFUSAL_TTL_S}
         pushes.vain_s = {shard: s for shard, s in pushes.vain_s.items() if now - s <= REFUSAL_TTL_S}
+        pushes.sought_s = {shard: s for shard, s in pushes.sought_s.items() if now - s <= REFUSAL_TTL_S}
         for job in self.state.jobs.values():
             self.consider(now, job)
 

@@ -188,7 +188,7 @@ class PeerServer:
             has_it = known is not None and not known.missing and not known.is_doomed
             if not has_it:
                 self.replicas.index.abort_incoming(sender, shard)  # of a try that broke: its room is this one's
-            why = None if has_it else self.replicas.index.peer_refusal(shard, count)
+            why = None if has_it else self.replicas.index.peer_refusal(shard, count, known)
             if not has_it and why is None:
                 replica = self.replicas.index.open_incoming(sender, shard, [b""] * count, attempt=attempt)
         if known is not None and has_it:

@@ -144,3 +144,23 @@ def test_a_rack_replaced_host_by_host_before_the_job_dies_is_filled(tmp_path: Pa
         cluster.lose_host("h3")
         ranks, got = fleet.resume(["h0", "h1", "h2", "h2"])
         assert got["step"] in (4, 5)
+
+
+def test_an_arena_of_four_times_the_state_survives_a_lost_host(tmp_path: Path, nursery: RankNursery) -> None:
+    """Not a byte more than what was reserved: copies are rebuilt, the host is replaced, and puts go on (R10, R29)."""
+    chunk_bytes = 64 << 10
+    arena_bytes = 4 * 65 * chunk_bytes  # each rank puts 4 MiB of a tensor and a few bytes more
+    with ProcessCluster(tmp_path, racks(3), arena_bytes=arena_bytes, detect=2.0, chunk_bytes=chunk_bytes) as cluster:
+        fleet = Fleet(cluster, nursery, kib=8192)
+        ranks = fleet.begin(["h0", "h1", "h2"], last_step=4)
+        reserved = lambda: {row["stats"]["reserved_bytes"] for row in cluster.status()["hosts"]}  # noqa: E731
+        wait_for(lambda: reserved() == {arena_bytes}, "a full arena everywhere")
+        fleet.kill(ranks)
+        cluster.lose_host("h1")
+        wait_for(lambda: (job := cluster.job("train")) and job["missing_copies"] == 0, "the lost copies")
+        cluster.add_host("h3", {"rack": "r1"})
+        cluster.wait_live("h3")
+        ranks, got = fleet.resume(["h0", "h3", "h2"])
+        assert (got["step"], got["steps_lost"]) == (4, 0)
+        assert not together(ranks, "train", first=5, last=9)[0]["degraded"]
+        wait_for(lambda: (job := cluster.job("train")) and job["missing_copies"] == 0, "all copies of the new steps")

@@ -231,13 +231,13 @@ def test_a_restart_keeps_the_limit_and_a_second_job_is_admitted(tmp_path: Path, 
     ):
         fleet = Fleet(cluster, nursery, kib=8192)
         fleet.begin(["h0", "h1"], last_step=2)
-        wait_for(lambda: all(s["claimed_bytes"] >= 20 * MIB for s in stats(cluster).values()), "the arenas to be full")
+        wait_for(lambda: all(s["claimed_bytes"] >= 16 * MIB for s in stats(cluster).values()), "the arenas to be full")
         before = stats(cluster)
         for host in ("h0", "h1"):
             cluster.kill_holder(host)
             cluster.start_holder(host)
             cluster.wait_live("h0", "h1")
-        wait_for(lambda: all(s["claimed_bytes"] >= 20 * MIB for s in stats(cluster).values()), "their new holders")
+        wait_for(lambda: all(s["claimed_bytes"] >= 16 * MIB for s in stats(cluster).values()), "their new holders")
         for host, now in stats(cluster).items():
             assert abs(now["limit_bytes"] - before[host]["limit_bytes"]) < MIB, (host, before[host], now)
         second = Fleet(cluster, nursery, job="second", kib=1024)

@@ -251,13 +251,14 @@ def test_ranks_and_peers_cannot_starve_each_other() -> None:
     """Leases come from the rank's share and copies from the peers' share, independently of each other (R10)."""
     replica_index = ReplicaIndex(SlotTable(20))
     replica_index.set_share("job", PeerShare(1, {0: 4}, peer_slots=4))
-    assert replica_index.leasable("job", 0, leased_count=0) == 4
+    assert replica_index.leasable("job", 0, OWNERS[0]) == 4
     stored(replica_index, SHARDS[1], 3)  # rank 1 is a peer
-    assert replica_index.leasable("job", 0, leased_count=0) == 4
+    assert replica_index.leasable("job", 0, OWNERS[0]) == 4
     assert replica_index.peer_refusal(SHARDS[3], 1) is None
     assert "3 of 4 slots used, 2 needed" in str(replica_index.peer_refusal(SHARDS[3], 2))
     stored(replica_index, SHARDS[0], 3)
-    assert replica_index.leasable("job", 0, leased_count=1) == 0
+    replica_index.table.lease(OWNERS[0], 1, attempt=1)
+    assert replica_index.leasable("job", 0, OWNERS[0]) == 0
     assert replica_index.peer_refusal(SHARDS[0], 9) is None  # its own rank's shard comes back
 
 
@@ -267,12 +268,12 @@ def test_a_step_of_another_world_size_takes_no_ranks_part_of_the_share() -> None
     stored(replica_index, SHARDS[0], 6)  # the helper's shards are of a world of 2
     stored(replica_index, SHARDS[1], 6)
     share = PeerShare(2, {0: 2, 4: 2}, peer_slots=5, world_size=8, versions=2)
-    assert replica_index.slots_needed("job", share) == 9 + 12 - 9 // 3
+    assert replica_index.slots_needed("job", share) == 9 + 12 - 9 // 2
     replica_index.set_share("job", share)
-    assert [replica_index.leasable("job", rank, leased_count=0) for rank in (0, 4)] == [2, 2]
+    assert [replica_index.leasable("job", rank, OWNERS[0]) for rank in (0, 4)] == [2, 2]
     assert replica_index.used_by_peers("job") == 0
     replica_index.set_share("job", PeerShare(2, {0: 2, 4: 2}, peer_slots=5, world_size=2, versions=2))
-    assert replica_index.leasable("job", 0, leased_count=0) == 0
+    assert replica_index.leasable("job", 0, OWNERS[0]) == 0
 
 
 def test_what_fills_no_part_of_a_share_makes_none_of_it_spare() -> None:
@@ -280,10 +281,10 @@ def test_what_fills_no_part_of_a_share_makes_none_of_it_spare() -> None:
     replica_index = ReplicaIndex(SlotTable(8))
     stored(replica_index, SHARDS[0], 3)  # the helper's shards are of a world of 2
     replica_index.set_share("job", PeerShare(2, {0: 3}, peer_slots=0, world_size=7))
-    assert (replica_index.leasable("job", 0, leased_count=0), replica_index.spare_count()) == (3, 2)
-    assert replica_index.slots_needed("new", PeerShare(1, {0: 1}, peer_slots=0)) == 3 + 3 - 3 // 2 + 1
+    assert (replica_index.leasable("job", 0, OWNERS[0]), replica_index.spare_count()) == (3, 2)
+    assert replica_index.slots_needed("new", PeerShare(1, {0: 1}, peer_slots=0)) == 3 + 3 - 3 // 1 + 1
     replica_index.set_share("job", PeerShare(2, {4: 3}, peer_slots=2, world_size=2))  # rank 0 is a peer
-    assert (replica_index.leasable("job", 4, leased_count=0), replica_index.spare_count()) == (3, 2)
+    assert (replica_index.leasable("job", 4, OWNERS[0]), replica_index.spare_count()) == (3, 2)
     replica_index.set_share("job", PeerShare(2, {4: 1}, peer_slots=2, world_size=2))
     assert replica_index.spare_count() == 4
 

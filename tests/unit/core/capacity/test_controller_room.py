@@ -104,7 +104,7 @@ def test_a_larger_first_put_that_does_not_fit_is_refused_on_every_rank() -> None
     world = ControllerWorld(3)
     ranks = world.launch(3)
     world.reserve(ranks)
-    limit_room(world, 12 * CHUNKS)
+    limit_room(world, 11 * CHUNKS)
     for rank in ranks:
         world.call(rank, "reserve", slots=3 * CHUNKS)
         world.run(1.0)
@@ -170,7 +170,7 @@ def test_a_rank_that_asks_alone_in_vain_is_ordered_to_skip(has_put: bool) -> Non
 def test_room_that_is_refused_to_a_second_order_leaves_what_the_first_one_claimed() -> None:
     """A rank that grew twice, the second time in vain, has the room of the first (R10)."""
     world, ranks = trained(2)
-    limit_room(world, 50 * CHUNKS)
+    limit_room(world, 40 * CHUNKS)
     world.call(ranks[0], "reserve", slots=3 * CHUNKS)
     world.call(ranks[0], "reserve", slots=20 * CHUNKS)
     assert world.run_until(lambda: bool(ranks[0].errors.get("reserve")), 10.0)

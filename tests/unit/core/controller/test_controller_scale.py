@@ -235,12 +235,12 @@ def flapping_fleet(hosts_count: int, every: int) -> tuple[ControllerFleet, list[
 def test_copies_that_no_host_can_take_keep_others_from_no_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """No host has room for the first ranks, more of them than one look seeks hosts for: the next looks seek others."""
     fleet, flapping = flapping_fleet(16, 2)
-    has_room, push = Substitutes._has_room, Repair._push
+    takes, push = Substitutes._takes, Repair._push
     monkeypatch.setattr(  # else those copies go to the hosts that flap first, and what sends them sends no others
         Repair, "_push", lambda self, now, shard, to, *more: to not in flapping and push(self, now, shard, to, *more)
     )
     monkeypatch.setattr(
-        Substitutes, "_has_room", lambda self, shard, host: shard.rank > 64 and has_room(self, shard, host)
+        Substitutes, "_takes", lambda self, shard, host, **more: shard.rank > 64 and takes(self, shard, host, **more)
     )
     for _ in range(3):
         fleet.handle(Tick())
@@ -253,6 +253,7 @@ def test_what_stands_in_for_a_flapping_host_is_found_once_a_look(
 ) -> None:
     """A quarter of the hosts dies often and lacks its copies: a look asks of a host a few times, not for each copy."""
     fleet, flapping = flapping_fleet(hosts_count, 4)
+    fleet.handle(Tick())  # asks hosts for room
     looks = [counted(monkeypatch, ClusterView, "wanted"), counted(monkeypatch, HostTable, "is_on_probation")]
     fleet.handle(Tick())
     assert len(fleet.machine.parts.repair.pushes.under_way) >= len(flapping) / 2

@@ -353,7 +353,7 @@ def test_a_job_that_trains_claims_the_room_of_a_new_host_before_a_closed_one() -
     ranks = world.launch(3, job="busy")
     world.get(ranks)
     assert world.put_all(ranks, 1)
-    limit = [6 * CHUNKS]
+    limit = [5 * CHUNKS]
 
     def limited(order: Reserve) -> None:
         holder, share = world.holders["h2"], share_of(order)
@@ -374,7 +374,7 @@ def test_a_job_that_trains_claims_the_room_of_a_new_host_before_a_closed_one() -
     assert [row for row in status["problems"] if row["about"] == "train"] == []  # it is closed, and another one runs
     [train] = [row for row in status["jobs"] if row["job"] == "train"]
     first = train["short"][0]
-    assert (first["ranks"], first["hosts"], first["why_not"]) == ([1], ["h1"], "h2: needs 32 slots, may take 24")
+    assert (first["ranks"], first["hosts"], first["why_not"]) == ([1], ["h1"], "h2: needs 24 slots, may take 20")
     assert sum("h2 has no room for job 'train' yet" in note for note in world.notes) == 1
     limit[0] = 100
     assert world.run_until(lambda: len(world.holders_of(StepId(1, 1), 2)) == 2, 30.0)
