@@ -46,7 +46,7 @@ from memstore.drills.ranks.in_place import Gate
 from memstore.drills.sites.site_options import embedded_site, prepare_ray, quiet
 from memstore.testing.clusters.namespaces import available
 from memstore.testing.faults.processes import descendants
-from memstore.testing.ranks.shared_gpu import SharedGpu
+from memstore.testing.ranks.in_place_job import SharedGpu
 
 if TYPE_CHECKING:
     from benchmarks.rigs.in_place_training import StepDone

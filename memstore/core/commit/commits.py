@@ -14,9 +14,8 @@ from memstore.core.capacity.retention import Drops, Retention
 from memstore.core.cluster.collective import attempt_of
 from memstore.core.cluster.effects import CommitApplied, Effects
 from memstore.core.cluster.facts import StepCommitted, StepSkipped
-from memstore.core.cluster.failures import mtbf_s
 from memstore.core.cluster.job import Attempt, AttemptMember, Call, Job
-from memstore.core.cluster.state import ClusterState
+from memstore.core.cluster.state import ClusterState, mtbf_s
 from memstore.core.journal.replication import Journal
 from memstore.core.schedule.put_interval import PutCosts, decide_steps, lead_end
 from memstore.core.targets.targets import ClusterView

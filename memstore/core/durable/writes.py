@@ -17,9 +17,8 @@ import math
 
 from memstore.core.capacity.retention import Retention
 from memstore.core.cluster.effects import Effects
-from memstore.core.cluster.failures import mtbf_s
 from memstore.core.cluster.job import Attempt, Job
-from memstore.core.cluster.state import ClusterState
+from memstore.core.cluster.state import ClusterState, mtbf_s
 from memstore.core.cluster.text import named_hosts
 from memstore.core.commit.commits import StepCommits
 from memstore.core.durable.paths import other_key, place_of, storage_of

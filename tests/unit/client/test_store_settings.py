@@ -36,7 +36,7 @@ from memstore.shell.net.channel import CHUNK_S, SO_MAX_PACING_RATE, Channel
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.peer.outgoing_shard import StreamingReplica
 from memstore.shell.rank.admin_link import store_root
-from memstore.testing.clusters.directory_membership import DirectoryMembership
+from memstore.testing.clusters.process_main import DirectoryMembership
 from memstore.testing.clusters.processes import wait_for
 from memstore.testing.clusters.scratch import scratch_store_name
 from memstore.testing.clusters.two_holders import two_holders

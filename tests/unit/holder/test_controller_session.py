@@ -61,7 +61,7 @@ from memstore.shell.native import extension
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.rank.admin_link import store_root
-from memstore.testing.clusters.directory_membership import DirectoryMembership
+from memstore.testing.clusters.process_main import DirectoryMembership
 from memstore.testing.clusters.processes import wait_for
 from memstore.testing.clusters.scratch import scratch_store_name
 from memstore.testing.controller.holder import host_stats

@@ -10,8 +10,7 @@ from memstore.core.wire.messages import Received
 from memstore.core.wire.orders import ListMarkers, Order
 from memstore.core.wire.reports import RankArrived
 from memstore.testing.controller.holder import DirectedRank
-from memstore.testing.controller.trained import trained
-from memstore.testing.controller.world import JOB, ControllerWorld
+from memstore.testing.controller.world import JOB, ControllerWorld, trained
 from memstore.testing.requests import request_of
 from recovery.inventory import StepId
 

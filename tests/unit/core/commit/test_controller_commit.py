@@ -18,8 +18,7 @@ from memstore.core.wire.orders import Order, PushTargets, Reserve, StepLevel, Wr
 from memstore.core.wire.reports import FactsWritten, Reserved, Sealed
 from memstore.testing.controller.fleet import JOB, ControllerFleet
 from memstore.testing.controller.holder import DirectedRank
-from memstore.testing.controller.trained import trained
-from memstore.testing.controller.world import ControllerWorld
+from memstore.testing.controller.world import ControllerWorld, trained
 from recovery.inventory import ShardId, StepId
 from recovery.planner import plan
 

@@ -16,8 +16,7 @@ from memstore.core.wire.ids import WireStep
 from memstore.core.wire.orders import DurableOrder, ListMarkers, WriteSlices
 from memstore.core.wire.reports import MarkersListed, Report, SliceWritten
 from memstore.testing.controller.holder import WRITES, DirectedHolder, DirectedRank
-from memstore.testing.controller.trained import written
-from memstore.testing.controller.world import ControllerWorld
+from memstore.testing.controller.world import ControllerWorld, written
 from recovery.inventory import ShardId, StepId
 
 

@@ -13,8 +13,7 @@ from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.wire.orders import Reserve
 from memstore.core.wire.reports import Reserved
 from memstore.testing.controller.holder import DirectedHolder, DirectedRank
-from memstore.testing.controller.trained import trained
-from memstore.testing.controller.world import JOB, ControllerWorld
+from memstore.testing.controller.world import JOB, ControllerWorld, trained
 from recovery.inventory import StepId
 
 

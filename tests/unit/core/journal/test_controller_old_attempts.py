@@ -9,8 +9,7 @@ from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.journal.fact_log import FactLog
 from memstore.core.journal.records import Entry, entry_from_record
 from memstore.testing.controller.holder import DirectedHolder
-from memstore.testing.controller.trained import trained
-from memstore.testing.controller.world import ControllerWorld
+from memstore.testing.controller.world import ControllerWorld, trained
 
 STEPS = 24  # of a launch: enough that half of a journal is needed no more
 

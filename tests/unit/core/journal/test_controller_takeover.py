@@ -17,8 +17,7 @@ from memstore.core.wire.messages import Event, HostBeat, HostLost, LeaseRenewed,
 from memstore.core.wire.orders import Reserve, VerifyCopies
 from memstore.core.wire.reports import Reserved
 from memstore.testing.controller.holder import CHUNKS, DirectedRank
-from memstore.testing.controller.trained import trained
-from memstore.testing.controller.world import ControllerWorld
+from memstore.testing.controller.world import ControllerWorld, trained
 from recovery.inventory import ShardId, StepId
 
 MOMENTS_S = [0.001, 0.004, 0.012, 0.03, 0.06, 0.1, 0.2, 0.4]

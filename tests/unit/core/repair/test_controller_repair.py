@@ -13,8 +13,7 @@ from memstore.core.wire.messages import HostLost
 from memstore.core.wire.orders import DropJob, FreeCopies, PushCopy
 from memstore.core.wire.reports import Fenced, Sealed
 from memstore.testing.controller.holder import CHUNKS, DirectedRank
-from memstore.testing.controller.trained import trained
-from memstore.testing.controller.world import JOB, ControllerWorld
+from memstore.testing.controller.world import JOB, ControllerWorld, trained
 from recovery.inventory import Copy, ShardId, ShardSpec, StepId
 
 

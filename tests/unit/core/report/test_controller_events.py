@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 import pytest
-from cli_desk import Desk
+from cli_store import Desk
 
 from memstore.core.report.event_kinds import event_fields
 from memstore.core.report.metrics import counted, status_gauges
@@ -22,8 +22,7 @@ from memstore.core.wire.messages import HostBeat, Received
 from memstore.core.wire.replies import Events, decode_passed
 from memstore.core.wire.reports import PutTimes, Sealed
 from memstore.testing.controller.holder import DirectedRank, host_stats
-from memstore.testing.controller.trained import trained
-from memstore.testing.controller.world import JOB, ControllerWorld
+from memstore.testing.controller.world import JOB, ControllerWorld, trained
 from recovery.inventory import StepId
 
 

@@ -20,8 +20,7 @@ from memstore.core.report.status import RANKS_NAMED_MAX
 from memstore.core.report.timeline import gone_steps, spans_of, steps_of
 from memstore.core.wire.replies import StepList
 from memstore.core.wire.status_rows import AttemptStatus, HostRow, HostStats, JobRow, ProblemRow, ShortRow, SurvivalRow
-from memstore.testing.controller.trained import trained
-from memstore.testing.controller.world import ControllerWorld
+from memstore.testing.controller.world import ControllerWorld, trained
 from memstore.testing.fuzz.messages import blank
 from placement.topology import Host, Topology
 from recovery.candidates import is_whole

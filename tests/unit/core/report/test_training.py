@@ -12,8 +12,7 @@ from memstore.core.report.metrics import status_gauges
 from memstore.core.report.problems import CLOSED_SHOWN_S, DEGRADED, NOTE, STOPPED
 from memstore.core.schedule.step_pace import LAG_MIN_S, LATE_MIN_S, LATE_UNPACED_S, Pace
 from memstore.testing.controller.holder import DirectedRank
-from memstore.testing.controller.trained import trained
-from memstore.testing.controller.world import JOB, ControllerWorld
+from memstore.testing.controller.world import JOB, ControllerWorld, trained
 
 
 def rows(world: ControllerWorld, kind: str, job: str = JOB) -> list[dict[str, Any]]:

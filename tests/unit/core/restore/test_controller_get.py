@@ -9,8 +9,7 @@ import pytest
 from memstore.core.arena.slot_table import PeerShare
 from memstore.core.wire.orders import Bring, ListMarkers, PushCopy
 from memstore.testing.controller.holder import DirectedRank
-from memstore.testing.controller.trained import trained, written
-from memstore.testing.controller.world import JOB, ControllerWorld
+from memstore.testing.controller.world import JOB, ControllerWorld, trained, written
 from memstore.testing.requests import request_of
 from recovery.inventory import ShardId, StepId
 

@@ -15,8 +15,7 @@ from memstore.core.wire.messages import DrainsSeen, Received
 from memstore.core.wire.orders import ListMarkers
 from memstore.core.wire.reports import Sealed
 from memstore.testing.controller.holder import DirectedRank
-from memstore.testing.controller.trained import trained
-from memstore.testing.controller.world import ControllerWorld
+from memstore.testing.controller.world import ControllerWorld, trained
 from recovery.inventory import StepId
 
 
