@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from memstore.core.capacity.reservations import Reservations
+from memstore.core.capacity import Reservations
 from memstore.core.cluster.collective import attempt_of, job_removed, missing_ranks
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import JobBranched, RestoreDecided, RestoreReleased, StepCommitted, StepRetired
@@ -26,7 +26,7 @@ from memstore.core.cluster.text import HOSTS_MAX, WHY_DROPPED, listed, named_hos
 from memstore.core.durable.markers import DurableMarkers
 from memstore.core.durable.paths import place_of, storage_of
 from memstore.core.journal.replication import Journal
-from memstore.core.repair.repair import Repair
+from memstore.core.repair import Repair
 from memstore.core.restore.followers import Followers, Wish
 from memstore.core.restore.single_read import SingleReads, unknown_job
 from memstore.core.targets.targets import ClusterView

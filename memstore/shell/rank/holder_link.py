@@ -62,7 +62,7 @@ from memstore.shell.net.listener import connect_unix
 from memstore.shell.rank.arena_view import RankMapping
 from memstore.shell.rank.leases import Leases, Tenant
 from memstore.shell.rank.peer_chunks import Fetches
-from memstore.shell.threads.waits import Answer, SafeCondition, answer_of
+from memstore.shell.threads import Answer, SafeCondition, answer_of
 
 # -- open links ---------------------------------------------------------------------------------------
 # The open links of this process, whichever store they are of, and whether they are interrupted.

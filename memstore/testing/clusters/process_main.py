@@ -22,10 +22,10 @@ from memstore.core.wire.ids import Endpoint
 from memstore.errors import TransportError
 from memstore.shell.arena.folder import arena_folder
 from memstore.shell.arena.memory_limits import arena_limit
-from memstore.shell.controller.controller import Controller, collect_rarely
+from memstore.shell.controller import Controller, collect_rarely
 from memstore.shell.durable.tier import PartsTier
 from memstore.shell.holder.holder import Holder
-from memstore.shell.host.identity import HostIdentity, read_boot_id
+from memstore.shell.identity import HostIdentity, read_boot_id
 from memstore.testing.clusters.nursery import PR_SET_PDEATHSIG, fork_children
 
 # -- membership ---------------------------------------------------------------------------------------

@@ -52,11 +52,11 @@ from memstore.core.wire.reports import (
 from memstore.errors import CapacityError, DigestMismatch, PeerTimeout, PeerUnreachable, TransportError
 from memstore.shell.arena import journal_file as journal_module
 from memstore.shell.arena.slot_headers import SLOTS_NAME
-from memstore.shell.controller.controller import TICK_S, Controller, Session, SessionEnded
+from memstore.shell.controller import TICK_S, Controller, Session, SessionEnded
 from memstore.shell.holder import controller_session
 from memstore.shell.holder.controller_session import ControllerSession
 from memstore.shell.holder.holder import Holder
-from memstore.shell.host.identity import HostIdentity, read_boot_id
+from memstore.shell.identity import HostIdentity, read_boot_id
 from memstore.shell.native import extension
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_tcp

@@ -10,8 +10,7 @@ from memstore.core.durable.checks import AGAIN_S, CHECK_DEADLINE_S, LOOK_EVERY_S
 from memstore.core.durable.paths import other_key
 from memstore.core.durable.writes import FAILED_AGAIN_S
 from memstore.core.report.problems import DEGRADED
-from memstore.core.schedule.durable_interval import retire
-from memstore.core.schedule.put_interval import optimal_interval_s
+from memstore.core.schedule import optimal_interval_s, retire
 from memstore.core.wire.ids import WireStep
 from memstore.core.wire.orders import DurableOrder, ListMarkers, WriteSlices
 from memstore.core.wire.reports import MarkersListed, Report, SliceWritten

@@ -9,7 +9,7 @@ import pytest
 
 from memstore.config import Config
 from memstore.core.arena.slot_table import share_of
-from memstore.core.capacity.retention import is_needed
+from memstore.core.capacity import is_needed
 from memstore.core.cluster import facts as f
 from memstore.core.journal.fact_log import FactLog
 from memstore.core.journal.records import Entry
