@@ -1,4 +1,4 @@
-"""`python -m benchmarks --quick|--full --out FOLDER`: run benchmarks, print tables, merge one JSON file for each."""
+"""`python -m benchmarks --quick|--full --out FOLDER`: run benchmarks, print tables, merge their records."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Record]:
         choices=(SHARED_CORES.split()[0], EMULATED_HOSTS.split()[0]),
         help="replicate and restore: only with all cores shared by both hosts, or only with a core for each",
     )
-    parser.add_argument("--out", type=Path, help="folder whose JSON files take the records")
+    parser.add_argument("--out", type=Path, help="folder whose records.json takes the records")
     chosen = parser.parse_args(arguments)
     name = chosen.size or "quick"
     nbytes, rounds = SIZES[name]

@@ -95,9 +95,10 @@ def drawn_rooms() -> dict[str, dict[str, list[str]]]:
     }
 
 
-def purpose_of(folder: Path) -> str:
-    """Return the first line of a room's docstring."""
-    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+def purpose_of(room: Path) -> str:
+    """Return the first line of a room's docstring; a room is a folder, or one file."""
+    file = room / "__init__.py" if room.is_dir() else room.with_suffix(".py")
+    docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     return docstring.partition("\n")[0].rstrip(".")
 
 

@@ -26,7 +26,7 @@ from benchmarks.rigs.controller_rig import BEAT, CHUNKS, JOB, RANKS_PER_HOST, SI
 from memstore.config import Config
 from memstore.core.wire.calls import Called
 from memstore.core.wire.messages import HostBeat, Tick
-from memstore.shell.controller.controller import SessionEnded, collect_rarely
+from memstore.shell.controller import SessionEnded, collect_rarely
 from memstore.testing.controller.fleet import ControllerFleet
 from memstore.testing.requests import request_of
 

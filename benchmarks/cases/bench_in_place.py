@@ -46,7 +46,7 @@ from memstore.drills.ranks.in_place import Gate
 from memstore.drills.sites.site_options import embedded_site, prepare_ray, quiet
 from memstore.testing.clusters.namespaces import available
 from memstore.testing.faults.processes import descendants
-from memstore.testing.ranks.shared_gpu import SharedGpu
+from memstore.testing.ranks.in_place_job import SharedGpu
 
 if TYPE_CHECKING:
     from benchmarks.rigs.in_place_training import StepDone
@@ -468,7 +468,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Record]:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: all ranks share one GPU")
     parser.add_argument("--quick", action="store_true", help="few steps around each fault, which waits for no spare")
     parser.add_argument("--seed", type=int, default=1, help="of ranks and moments")
-    parser.add_argument("--out", type=Path, help="folder for in_place.json")
+    parser.add_argument("--out", type=Path, help="folder whose records.json takes the records")
     chosen = parser.parse_args(arguments)
     setups = chosen.setup or list(SETUPS)
     about = results.about(Options(nbytes=0, rounds=chosen.kills, warmups=0), "full")

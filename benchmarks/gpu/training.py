@@ -165,7 +165,7 @@ def main(name: str, measure: Callable[[torch.device, Size], Record], arguments: 
     parser.add_argument("--parameters", type=int, default=Size.parameters, help="default %(default)s")
     parser.add_argument("--width", type=int, default=Size.width, help="of a layer; default %(default)s")
     parser.add_argument("--rounds", type=int, default=Size.rounds, help="timed rounds; default %(default)s")
-    parser.add_argument("--out", type=Path, help="folder whose JSON file takes the record")
+    parser.add_argument("--out", type=Path, help="folder whose records.json takes the record")
     chosen = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print(NO_DEVICE)

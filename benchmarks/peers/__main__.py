@@ -1,4 +1,4 @@
-"""`python -m benchmarks.peers`: memstore beside what a user would pick instead, merged into peers.json."""
+"""`python -m benchmarks.peers`: memstore beside what a user would pick instead, merged into records.json."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Record]:
     parser.add_argument("--nbytes", type=int, help="bytes of a rank's state instead")
     parser.add_argument("--rounds", type=int, help="timed rounds instead")
     parser.add_argument("--warmups", type=int, help="rounds thrown away first instead (default 2)", default=2)
-    parser.add_argument("--out", type=Path, help="folder whose peers.json takes the records")
+    parser.add_argument("--out", type=Path, help="folder whose records.json takes the records")
     chosen = parser.parse_args(arguments)
     nbytes, rounds = (GIB, 5) if chosen.full else (64 * MIB, 3)
     options = Options(chosen.nbytes or nbytes, chosen.rounds or rounds, chosen.warmups)

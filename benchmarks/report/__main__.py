@@ -16,7 +16,6 @@ from benchmarks.report.targets import LINES
 
 HEAD = "| benchmark | what | median | lowest to highest | CPU s per GB | target |\n|---|---|---:|---:|---:|---|"
 HERE = Path(__file__).resolve().parents[1]
-NOT_RECORDS = {"faults", "nemesis", "nemesis_a7f96a8", "simulator"}  # of other shapes: what those wrote themselves
 
 
 def amount(value: float, unit: str) -> str:
@@ -83,21 +82,21 @@ def described(about: Mapping[str, Any]) -> str:
 def targets_table(measured: Mapping[str, list[Record]]) -> str:
     """Return the table of all promises: measured value, target, met or MISSED or not measured."""
     found: dict[str, list[tuple[str, str, Ratio]]] = {key: [] for key in LINES}
-    for file, records in measured.items():
+    for benchmark, records in measured.items():
         for record in records:
             for ratio in record.ratios:
                 line = ratio.target[2] if ratio.target is not None and len(ratio.target) > 2 else ""
                 if line in found:
-                    found[line].append((file, record.name, ratio))
+                    found[line].append((benchmark, record.name, ratio))
     table = ["| promised | measured | target | |", "|---|---:|---|---|"]
     for key, (what, note) in LINES.items():
         if not found[key]:
             table.append(f"| {what} | not measured | | |")
-        for file, record_name, ratio in found[key]:
+        for benchmark, record_name, ratio in found[key]:
             which = f" ({record_name})" if len(found[key]) > 1 else ""
             value = amount(ratio.judged, ratio.unit)
             answer = f"[why](notes/{note}.md)" if not ratio.is_met and _has_note(note) else ""
-            table.append(f"| {what}{which} | [{value}](#{_anchor(file)}) | {verdict(ratio)} | {answer} |")
+            table.append(f"| {what}{which} | [{value}](#{_anchor(benchmark)}) | {verdict(ratio)} | {answer} |")
     return "\n".join(table)
 
 
@@ -105,15 +104,15 @@ def _has_note(note: str) -> bool:
     return (HERE / "notes" / f"{note}.md").exists()
 
 
-def _anchor(file: str) -> str:
-    return file.replace("_", "-")
+def _anchor(benchmark: str) -> str:
+    return benchmark.replace("_", "-")
 
 
 def sections(measured: Mapping[str, list[Record]]) -> str:
     """Return one section for each benchmark: its table, and how it was taken."""
     parts = []
-    for file, records in measured.items():
-        lines = [f"### {_anchor(file)}", ""]
+    for benchmark, records in measured.items():
+        lines = [f"### {_anchor(benchmark)}", ""]
         lines += [HEAD, *(rows(record) for record in records), ""]
         notes = [note for record in records for note in record.notes]
         taken = dict.fromkeys(_taken(record) for record in records)
@@ -139,12 +138,6 @@ def filled(text: str, parts: Mapping[str, str]) -> str:
     return text
 
 
-def read(folder: Path = results.FOLDER) -> dict[str, list[Record]]:
-    """Return the records of all benchmarks by file, in the order of the files' names."""
-    files = sorted(path for path in folder.glob("*.json") if path.stem not in NOT_RECORDS)
-    return {path.stem: results.load(path) for path in files}
-
-
 def page(text: str, measured: Mapping[str, list[Record]]) -> str:
     """Return the page with its generated parts rendered again."""
     return filled(text, {"targets": targets_table(measured), "results": sections(measured)})
@@ -153,7 +146,7 @@ def page(text: str, measured: Mapping[str, list[Record]]) -> str:
 def main() -> None:
     """Render the page."""
     readme = HERE / "README.md"
-    readme.write_text(page(readme.read_text(encoding="utf-8"), read()), encoding="utf-8")
+    readme.write_text(page(readme.read_text(encoding="utf-8"), results.load()), encoding="utf-8")
 
 
 if __name__ == "__main__":

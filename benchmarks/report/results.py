@@ -1,4 +1,4 @@
-"""The record files: one JSON file for each benchmark, merged record by record, so that each can be measured alone."""
+"""The file of records, by benchmark: merged record by record, so that each can be measured alone."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from benchmarks.report.harness import Options, Ratio, Record, Target
 from benchmarks.report.targets import TARGETS
 
 FOLDER = Path(__file__).resolve().parents[1] / "results"
+RECORDS = "records.json"
 
 
 def about(options: Options, size: str) -> dict[str, Any]:
@@ -35,21 +36,32 @@ def about(options: Options, size: str) -> dict[str, Any]:
     }
 
 
-def merge(name: str, records: Sequence[Record], folder: Path) -> Path:
-    """Write the records into NAME.json; records of other names that are there already stay. Return the path."""
+def merge(name: str, records: Sequence[Record], folder: Path) -> None:
+    """Write the records of a benchmark into the folder's file; what else is there already stays.
+
+    Args:
+        name: Of the benchmark.
+        records: Each replaces the benchmark's record of the same name.
+        folder: It is made where there is none.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
-    kept = {record.name: record for record in load(path)} if path.exists() else {}
-    kept.update({record.name: record for record in records})
-    body = {"records": [_to_dict(record) for record in kept.values()]}
-    path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-    return path
+    body = _read(folder)
+    kept = {found["name"]: found for found in body.get(name, ())}
+    body[name] = list({**kept, **{record.name: _to_dict(record) for record in records}}.values())
+    written = folder / f"{RECORDS}.{os.getpid()}"
+    written.write_text(json.dumps(dict(sorted(body.items())), indent=1) + "\n", encoding="utf-8")
+    written.replace(folder / RECORDS)  # whoever reads meanwhile, or is killed, has a whole file
 
 
-def load(path: Path) -> list[Record]:
-    """Return the records of a file as they were written, each figure held against the promise as it is now."""
-    body = json.loads(path.read_text(encoding="utf-8"))
-    return [_record(found) for found in body["records"]]
+def load(folder: Path = FOLDER) -> dict[str, list[Record]]:
+    """Return the records by benchmark as they were written, each figure held against the promise as it is now."""
+    return {name: [_record(found) for found in records] for name, records in _read(folder).items()}
+
+
+def _read(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    path = folder / RECORDS
+    found: dict[str, list[dict[str, Any]]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
 
 
 def _to_dict(record: Record) -> dict[str, Any]:
@@ -60,7 +72,7 @@ def _to_dict(record: Record) -> dict[str, Any]:
 
 def _record(found: dict[str, Any]) -> Record:
     ratios = [Ratio(r["name"], r["values"], _target(r["target"]), r["unit"], r["judged_by"]) for r in found["ratios"]]
-    # A file that was written before the record had a field lacks it.
+    # A record that was written before it had a field lacks it.
     fields = {field.name: found[field.name] for field in dataclasses.fields(Record) if field.name in found}
     return Record(**{**fields, "ratios": ratios})
 

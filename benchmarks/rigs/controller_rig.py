@@ -41,7 +41,7 @@ from memstore.core.wire.reports import (
     Sealed,
     decode_holder_message,
 )
-from memstore.shell.controller.controller import Controller, FromInside, Session
+from memstore.shell.controller import Controller, FromInside, Session
 from memstore.shell.net.channel import Channel
 from memstore.testing.controller.holder import host_stats
 

@@ -27,7 +27,7 @@ from memstore.errors import CapacityError, ConfigError, MemstoreError, PeerTimeo
 from memstore.shell.arena.arena import Arena
 from memstore.shell.arena.folder import held_bytes, read_secret
 from memstore.shell.arena.lock import is_held, owner
-from memstore.shell.host.identity import HOST_LABEL
+from memstore.shell.identity import HOST_LABEL
 from memstore.shell.net.tls import Tls
 from memstore.shell.on_ray.actors import NAMESPACE, ControllerActor, controller_name, live_nodes
 from memstore.shell.on_ray.reach import REACH_S, wait_for_gcs, wants_token

@@ -23,7 +23,7 @@ from memstore.core.wire.replies import Joined
 from memstore.errors import ConfigError, JobBusyError, MemstoreError, PeerUnreachable, TransportError
 from memstore.shell.arena.folder import arena_folder
 from memstore.shell.arena.lock import process_start_time
-from memstore.shell.host.identity import current_node_labels, holder_hosts, rank_host
+from memstore.shell.identity import current_node_labels, holder_hosts, rank_host
 from memstore.shell.native.extension import problem as native_problem
 from memstore.shell.rank.admin_link import store_root
 from memstore.shell.rank.collective import ask_with_all

@@ -27,7 +27,7 @@ from memstore.shell.codec.interpreter import waiting
 from memstore.shell.rank.collective import CALL_SLACK_S, RollCall
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.tensors import subclasses
-from memstore.shell.threads.waits import Answer, answer_of, is_answered
+from memstore.shell.threads import Answer, answer_of, is_answered
 
 log = logging.getLogger("memstore")
 WAITED_S = 1.0  # a first put that waits longer for its room says how not to

@@ -38,7 +38,7 @@ from memstore.shell.codec.encode import copy_into, plan_state
 from memstore.shell.rank.launch import REHEARSAL_VARIABLE
 from memstore.shell.rank.shard_read import ShardRead
 from memstore.shell.tensors.slot_stream import SlotStream
-from memstore.shell.threads.waits import SafeEvent
+from memstore.shell.threads import SafeEvent
 
 log = logging.getLogger("memstore")
 CHUNK_BYTES = 4 << 20

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from memstore.client.ticket import CATCHING_UP, TERMINAL, UNCOMMITTED, SkippedPuts, Ticket, check_step
-from memstore.core.schedule.put_interval import Schedule
+from memstore.core.schedule import Schedule
 from memstore.core.wire.calls import RetireStep, SkipStep
 from memstore.core.wire.orders import StepLevel
 from memstore.core.wire.rank_messages import StepTrained
@@ -18,7 +18,7 @@ from memstore.core.wire.replies import Joined
 from memstore.errors import CommitError, StepConflict
 from memstore.intervals import parse_put_every
 from memstore.shell.rank.holder_link import HolderLink
-from memstore.shell.threads.waits import is_answered
+from memstore.shell.threads import is_answered
 
 log = logging.getLogger("memstore")
 TICKETS_KEPT = 64
@@ -58,7 +58,7 @@ class Steps:
         self._schedule.go_on_from(step)
 
     def due(self, step: int, budget_s: float) -> bool:
-        """Do what `Store.should_put` promises. See `core/schedule/put_interval.py`."""
+        """Do what `Store.should_put` promises. See `core/schedule.py`."""
         self.trained(step)
         until_s = time.monotonic() + budget_s
         while not self._is_late and (put := self._schedule.awaited(step, self._uncommitted())) is not None:

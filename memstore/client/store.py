@@ -30,7 +30,7 @@ from memstore.client.ticket import Ticket, check_process, check_step
 from memstore.client.whole_get import WholeGet
 from memstore.config import Config, check_given_whole, check_name, check_seconds, check_whole
 from memstore.core.cluster.text import error_text
-from memstore.core.network.send_gate import MARK_BYTES, MARK_MAX_S, MARK_PREFIX
+from memstore.core.send_gate import MARK_BYTES, MARK_MAX_S, MARK_PREFIX
 from memstore.core.wire.calls import CloseStore, Get, ReadStep, Rewind
 from memstore.core.wire.orders import StepLevel
 from memstore.core.wire.rank_messages import CheckInto, HolderEvent, MarksMade, ShardDiffers, SlotsLeased

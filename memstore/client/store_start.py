@@ -26,7 +26,7 @@ from memstore import errors
 from memstore.config import Config
 from memstore.errors import MemstoreError, PeerUnreachable
 from memstore.shell.arena.lock import owner
-from memstore.shell.host.identity import HOST_VARIABLE, holder_hosts, local_identity, rank_host
+from memstore.shell.identity import HOST_VARIABLE, holder_hosts, local_identity, rank_host
 from memstore.shell.rank.admin_link import store_root
 
 log = logging.getLogger("memstore")
@@ -267,7 +267,7 @@ def _start(spec: dict[str, Any], report: Any) -> dict[str, str] | None:
     import ray
 
     from memstore.admin.cluster import ensure_started, is_on_ray, join_ray
-    from memstore.shell.host.identity import current_node_labels
+    from memstore.shell.identity import current_node_labels
 
     def say(text: str) -> None:
         log.warning("memstore: %s", text)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from memstore.config import check_seconds, check_whole
 from memstore.errors import ClosedError, CommitError, ConfigError, StepConflict
 from memstore.shell.rank.holder_link import HolderLink
-from memstore.shell.threads.waits import LOOK_S, SafeCondition
+from memstore.shell.threads import LOOK_S, SafeCondition
 
 LEVELS = ("pending", "sealed", "replicated", "committed", "durable")  # ordered
 UNCOMMITTED = LEVELS[:3]

@@ -21,7 +21,7 @@ from memstore.client.ticket import Ticket
 from memstore.config import Config
 from memstore.demo.records import JoinedRecord, RestoredRecord, StepRun, write
 from memstore.inplace import reentrant
-from memstore.shell.host.identity import current_node_labels
+from memstore.shell.identity import current_node_labels
 
 TEXT_BYTES = 1 << 20
 

@@ -6,5 +6,5 @@ states that never passed through the store: PASS, FAIL (a broken promise) or ERR
 
 Read `model/catalogue.py`, `scenes/scene.py`, one of `scenes/scenes_*.py`, `run/runner.py`. The runner
 builds a DrillContext (`sites/scratch.py`) for scene and flow. To add a drill: an entry in the catalogue and a scene
-of the same `name`; a new file of scenes goes into `_FILES` of `scenes/scenes.py`.
+of the same `name`; a new file of scenes goes into `_FILES` of `run/runner.py`.
 """

@@ -36,8 +36,8 @@ from memstore.inplace.meeting import LOOK_S, Meeting, MeetingPlace, connect
 from memstore.inplace.membership import NONE, Leaving, failure_of, in_place_of, may_be_loss, met_text
 from memstore.inplace.settings import ProcessSettings
 from memstore.inplace.watcher import Watcher
+from memstore.shell.rank.holder_link import allow_links, interrupt_all
 from memstore.shell.rank.launch import IN_PLACE, Launch, give_launch
-from memstore.shell.rank.open_links import allow_links, interrupt_all
 
 # -- generation ---------------------------------------------------------------------------------------
 # The generation that this process is in: one meeting of all ranks, one run of the training function in each.

@@ -19,9 +19,8 @@ from memstore.config import MIB
 from memstore.drills.cli import drill as drill_command
 from memstore.drills.model.catalogue import DRILLS, EMBEDDED, GOES_ON, NAMESPACES, TIGHT, Options, find
 from memstore.drills.model.report import PASS, PHASES, Report
-from memstore.drills.run.runner import run_drill
+from memstore.drills.run.runner import SCENES, run_drill
 from memstore.drills.run.suite import Play, Suite
-from memstore.drills.scenes.scenes import SCENES
 from memstore.drills.sites import site_options
 from memstore.drills.sites.site_tight import TightSite, environment, low_threshold, tight_site
 from memstore.errors import DrillError

@@ -29,8 +29,7 @@ from memstore.drills.model.catalogue import (
     Options,
 )
 from memstore.drills.model.report import BROKEN, ERROR, PASS, PHASES, Report, verdict_line
-from memstore.drills.run.runner import run_drill
-from memstore.drills.scenes.scenes import SCENES
+from memstore.drills.run.runner import SCENES, run_drill
 from memstore.drills.sites.site import EmbeddedSite
 from memstore.shell.rank.admin_link import store_root
 from memstore.testing.clusters.scratch import scratch_folder

@@ -286,8 +286,8 @@ def record(name: str = "put stall", target: tuple[float, str] | None = targets.S
 def test_records_come_back_from_their_file_as_they_were_written(tmp_path: Path) -> None:
     """Targets, units and reasons included."""
     written = record()
-    path = results.merge("put_stall", [written], tmp_path)
-    assert results.load(path) == [written]
+    results.merge("put_stall", [written], tmp_path)
+    assert results.load(tmp_path) == {"put_stall": [written]}
 
 
 def test_a_stored_figure_is_held_against_the_promise_as_it_is_now(tmp_path: Path) -> None:
@@ -295,16 +295,18 @@ def test_a_stored_figure_is_held_against_the_promise_as_it_is_now(tmp_path: Path
     old, gone = record(), record("other")
     old.ratios[0].target = targets.STALL_COPY._replace(limit=99.0)
     gone.ratios[0].target = targets.STALL_COPY._replace(line="no longer promised")
-    loaded = results.load(results.merge("put_stall", [old, gone], tmp_path))
-    assert [one.ratios[0].target for one in loaded] == [targets.STALL_COPY, None]
+    results.merge("put_stall", [old, gone], tmp_path)
+    assert [one.ratios[0].target for one in results.load(tmp_path)["put_stall"]] == [targets.STALL_COPY, None]
 
 
 def test_a_benchmark_measured_in_parts_keeps_what_it_did_not_measure_now(tmp_path: Path) -> None:
-    """A record replaces the one of its name; the others of the file stay, in their order."""
+    """A record replaces the one of its name; the benchmark's others stay, in their order, and other benchmarks'."""
     stays, newer = record("b"), record("a", None)
+    results.merge("wire", [record("a")], tmp_path)
     results.merge("peers", [record("a"), stays], tmp_path)
-    path = results.merge("peers", [newer], tmp_path)
-    assert results.load(path) == [newer, stays]
+    results.merge("peers", [newer], tmp_path)
+    assert results.load(tmp_path) == {"peers": [newer, stays], "wire": [record("a")]}
+    assert [path.name for path in tmp_path.iterdir()] == [results.RECORDS]
 
 
 def test_the_page_shows_every_promise_and_leaves_what_is_written_by_hand() -> None:
@@ -389,7 +391,7 @@ def test_the_interval_of_a_median_holds_it_with_95_percent(count: int) -> None:
 def test_the_committed_page_is_what_its_results_render_to() -> None:
     """After a benchmark: `python -m benchmarks.report`, and commit the page with the results."""
     committed = (__main__.HERE / "README.md").read_text(encoding="utf-8")
-    assert __main__.page(committed, __main__.read()) == committed
+    assert __main__.page(committed, results.load()) == committed
 
 
 # -- benchmarks scale ---------------------------------------------------------------------------------

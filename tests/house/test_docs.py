@@ -184,7 +184,7 @@ PROVED = {
     "placement": "unit/core/report/test_training.py::test_copies_that_cannot_lie_far_apart",
     "durable_off": "unit/core/report/test_problem_remedies.py::test_a_job_without_durable_storage",
     "durable_failed": "unit/core/report/test_training.py::test_storage_that_fails_and_one_that_is_slow",
-    "durable_missing": "unit/core/durable/test_controller_durable_looks.py::test_what_durable_storage_lost",
+    "durable_missing": "unit/core/durable/test_controller_durable.py::test_what_durable_storage_lost",
     "durable_abandoned": "unit/core/report/test_problem_remedies.py::test_writes_that_are_abandoned",
 }
 

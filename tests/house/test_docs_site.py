@@ -63,7 +63,7 @@ def test_every_page_is_in_the_sites_menu() -> None:
         ("docs/guide/dcp.md", "../../memstore/client/dcp/CASES.md", "repository/memstore/client/dcp/CASES.md"),
         ("docs/guide/dcp.md", "../../examples/torchrun.py", "repository/examples/torchrun.py.md"),
         ("benchmarks/README.md", "results", "repository/benchmarks/results/index.md"),
-        ("benchmarks/README.md", "results/wire.json", "repository/benchmarks/results/wire.json"),
+        ("benchmarks/README.md", "results/records.json", "repository/benchmarks/results/records.json"),
         ("README.md", "docs/concepts.md", "concepts.md"),
     ],
 )
@@ -87,7 +87,7 @@ def test_code_is_no_link() -> None:
 def test_a_copy_of_source_is_a_page_and_a_folder_is_a_list() -> None:
     """So that a reader of the site sees what a link names."""
     assert hook.copy_of("examples/torchrun.py").startswith("# examples/torchrun.py\n\n````python\n")
-    assert "- `wire.json`" in hook.copy_of("benchmarks/results")
+    assert "- `records.json`" in hook.copy_of("benchmarks/results")
     assert Path(hook.ROOT) == ROOT
 
 

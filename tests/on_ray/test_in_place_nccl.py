@@ -13,7 +13,7 @@ ray = pytest.importorskip("ray")
 from memstore.inplace.ray_actors import InPlaceGroup  # noqa: E402
 from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
 from memstore.testing.ranks import in_place_job  # noqa: E402
-from memstore.testing.ranks.shared_gpu import SharedGpu  # noqa: E402
+from memstore.testing.ranks.in_place_job import SharedGpu  # noqa: E402
 
 pytestmark = [
     pytest.mark.ray,

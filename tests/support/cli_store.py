@@ -8,7 +8,9 @@ import re
 import shlex
 import threading
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,12 +19,18 @@ from click.testing import CliRunner, Result
 from msgspec.structs import replace
 
 import memstore.client.connect
+from memstore import errors
 from memstore.cli import main
+from memstore.cli.options import ASK_S, Where
 from memstore.client.store import Store
 from memstore.config import Config
 from memstore.core.report.problems import problems
+from memstore.core.wire.calls import RankCall
+from memstore.core.wire.codec import tag_of
 from memstore.core.wire.status_rows import HostRow, HostStats
 from memstore.testing.clusters.processes import ProcessCluster
+from memstore.testing.controller.holder import DirectedRank
+from memstore.testing.controller.world import ControllerWorld
 from memstore.testing.fuzz.messages import blank
 
 HOSTS = {"h1": {"rack": "r1"}, "h2": {"rack": "r2"}, "h3": {"rack": "r1", "memstore": "replica"}}
@@ -123,3 +131,34 @@ def host_causes(kind: str, stats: HostStats) -> list[str]:
     """Return the causes of the rows of one kind that status makes of a holder's heartbeat."""
     host = replace(blank(HostRow), host="h1", status="live", stats=stats)
     return [row.cause for row in problems([host], [], []) if row.kind == kind]
+
+
+# -- desk ---------------------------------------------------------------------------------------------
+# The `memstore` command against the real controller in virtual time, whose hosts hang and die when a test says so.
+
+
+class Desk:
+    """Takes what the command asks to the controller of a world, through one of its ranks."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, world: ControllerWorld, rank: DirectedRank) -> None:
+        self.world, self.rank = world, rank
+        patch.setattr(Where, "ask", lambda where, request, limit_s=ASK_S: self.ask(request, limit_s))
+        clock = SimpleNamespace(monotonic=lambda: world.now, sleep=world.run)
+        patch.setattr(import_module("memstore.cli.lifecycle"), "time", clock)
+
+    def ask(self, request: RankCall, limit_s: float) -> Any:
+        """As `Where.ask`, in the world's time."""
+        verb = tag_of(request)
+        said, refused = self.rank.answers.setdefault(verb, []), self.rank.errors.setdefault(verb, [])
+        before = len(said), len(refused)
+        self.rank.relay(request)
+        if not self.world.run_until(lambda: (len(said), len(refused)) != before, limit_s):
+            raise errors.PeerTimeout(verb, operation=verb, waited_s=limit_s, limit_s=limit_s)
+        if len(refused) > before[1]:
+            kind, message = refused[-1]
+            raise getattr(errors, kind)(message)
+        return self.rank.last_reply
+
+    def run(self, *typed: str) -> Result:
+        """Type a command."""
+        return CliRunner().invoke(main, typed)

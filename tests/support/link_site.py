@@ -27,12 +27,12 @@ from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.orders import Bring, StepLevel
 from memstore.core.wire.rank_messages import HolderEvent, PutTerms
 from memstore.shell.arena.folder import arena_folder
-from memstore.shell.controller.controller import Controller
+from memstore.shell.controller import Controller
 from memstore.shell.holder.holder import Holder
-from memstore.shell.host.identity import HostIdentity, read_boot_id
+from memstore.shell.identity import HostIdentity, read_boot_id
 from memstore.shell.rank.admin_link import store_root
 from memstore.shell.rank.holder_link import HolderLink
-from memstore.testing.clusters.directory_membership import DirectoryMembership
+from memstore.testing.clusters.process_main import DirectoryMembership
 from memstore.testing.clusters.processes import wait_for
 from memstore.testing.clusters.scratch import scratch_store_name
 from recovery.inventory import ShardId

@@ -16,8 +16,7 @@ from itertools import zip_longest
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from memstore.core.cluster.facts import AttemptOpened, JobBranched, StepCommitted, StepPinned, StepRetired
-from memstore.core.schedule.put_interval import PutCosts
-from memstore.core.schedule.step_pace import Pace
+from memstore.core.schedule import Pace, PutCosts
 from memstore.core.wire.codec import Request
 from memstore.core.wire.replies import Reply
 from memstore.core.wire.status_rows import ReplacedRow

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from memstore.core.attempts.join import Attempts
 from memstore.core.attempts.rewind import Rewinds
-from memstore.core.capacity.reservations import Reservations
-from memstore.core.capacity.retention import Drops, Retention
+from memstore.core.capacity import Drops, Reservations, Retention
 from memstore.core.cluster.effects import Effects, SentOrders
 from memstore.core.cluster.state import ClusterState
-from memstore.core.commit.commits import StepCommits
+from memstore.core.commits import StepCommits
 from memstore.core.durable.checks import DurableChecks, DurableLooks
 from memstore.core.durable.departures import Departures, LastCopyFinder
 from memstore.core.durable.markers import DurableMarkers
@@ -21,7 +20,7 @@ from memstore.core.durable.writes import DurableOrders
 from memstore.core.history.job_removal import JobRemoval, Orphans
 from memstore.core.history.pins import Pins, Retirement
 from memstore.core.journal.replication import Journal, Waiters
-from memstore.core.repair.repair import Repair
+from memstore.core.repair import Repair
 from memstore.core.report.dry_run import DryRuns
 from memstore.core.report.recorder import EventRecorder
 from memstore.core.report.status import StatusReport

@@ -12,7 +12,7 @@ from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.text import named_hosts
 from memstore.core.controller.parts import Parts
 from memstore.core.report.timeline import steps_of
-from memstore.core.restore.awaited import awaited_by_get, named_ranks
+from memstore.core.restore.rounds import awaited_by_get, named_ranks
 from memstore.core.restore.single_read import first_number, job_of
 from memstore.core.wire import calls
 from memstore.core.wire.calls import VerifyStore

@@ -22,7 +22,7 @@ from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.step_lookup import Refusal, named_step, why_not_whole
 from memstore.core.durable.checks import DurableChecks
 from memstore.core.durable.states import DurableStates
-from memstore.core.schedule.durable_interval import retire
+from memstore.core.schedule import retire
 from memstore.core.wire.calls import PersistStep
 from memstore.core.wire.replies import Persisted
 from recovery.inventory import StepId

@@ -15,18 +15,17 @@ from __future__ import annotations
 
 import math
 
-from memstore.core.capacity.retention import Retention
+from memstore.core.capacity import Retention
 from memstore.core.cluster.effects import Effects
-from memstore.core.cluster.failures import mtbf_s
 from memstore.core.cluster.job import Attempt, Job
-from memstore.core.cluster.state import ClusterState
+from memstore.core.cluster.state import ClusterState, mtbf_s
 from memstore.core.cluster.text import named_hosts
-from memstore.core.commit.commits import StepCommits
+from memstore.core.commits import StepCommits
 from memstore.core.durable.paths import other_key, place_of, storage_of
 from memstore.core.durable.persist import Persists
 from memstore.core.durable.slice_format import slices_count
 from memstore.core.durable.states import MARKER, DurableState, DurableStates, Piece, Write
-from memstore.core.schedule.durable_interval import Decision, next_durable, optimal_every, retire
+from memstore.core.schedule import Decision, next_durable, optimal_every, retire
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.ids import WireShard, WireSpec, WireStep
 from memstore.core.wire.orders import DurablePlace, Lineage, RemoveStep, SlicesOfShard, WriteMarker, WriteSlices

@@ -8,8 +8,7 @@ asked --whole in RAM--> room claimed on every host --StepPinned spread--> pinned
 from __future__ import annotations
 
 from memstore.config import check_name
-from memstore.core.capacity.reservations import Reservations
-from memstore.core.capacity.retention import Retention
+from memstore.core.capacity import Reservations, Retention
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import Fact, StepPinned, StepRetired, StepUnpinned
 from memstore.core.cluster.job import Call, Job

@@ -21,7 +21,7 @@ from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import NAMED_MAX, WHY_DROPPED
 from memstore.core.durable.departures import Departures
-from memstore.core.repair.repair import RepairPushes
+from memstore.core.repair import RepairPushes
 from memstore.core.report.event_kinds import KINDS, ROUTINE, event_text
 from memstore.core.report.redundancy import RedundancyMonitor
 from memstore.core.wire.calls import SkipStep

@@ -17,7 +17,7 @@ from msgspec import structs
 from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.departures import Departures
-from memstore.core.repair.repair import RepairPushes
+from memstore.core.repair import RepairPushes
 from memstore.core.wire.status_rows import ShortStep, SurvivalRow
 from placement.topology import HOST_LEVEL, Topology, levels_of, name_some
 from recovery.inventory import Copy, ShardId, StepId

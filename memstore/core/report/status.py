@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from memstore.core.attempts.join import Attempts, launches
-from memstore.core.capacity.reservations import Reservations
+from memstore.core.capacity import Reservations
 from memstore.core.cluster.job import Attempt, AttemptMember, Job
 from memstore.core.cluster.state import ClusterState
-from memstore.core.commit.commits import PASSED_OFTEN
+from memstore.core.commits import PASSED_OFTEN
 from memstore.core.durable.departures import Departures
 from memstore.core.durable.states import DurableStates
-from memstore.core.repair.repair import RepairPushes
+from memstore.core.repair import RepairPushes
 from memstore.core.report.problems import problems
 from memstore.core.report.redundancy import RedundancyMonitor, held_for, survival
 from memstore.core.report.timeline import fewest_copies, steps_of

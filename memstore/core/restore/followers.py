@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from memstore.core.capacity.reservations import Reservations
-from memstore.core.capacity.retention import Retention
+from memstore.core.capacity import Reservations, Retention
 from memstore.core.cluster.collective import job_removed
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Call, Job, LeaseRoom, ReadLease

@@ -21,11 +21,25 @@ from memstore.drills.model import report as phases
 from memstore.drills.model.catalogue import GOES_ON, IN_PLACE, RESTART, Options, find, promised
 from memstore.drills.model.report import BROKEN, ERROR, PASS, Report, Timeline
 from memstore.drills.run.flows import FLOWS
-from memstore.drills.scenes.scenes import SCENES
+from memstore.drills.scenes import scenes_hosts, scenes_in_place, scenes_network, scenes_processes, scenes_storage
+from memstore.drills.scenes.scene import Scene
 from memstore.drills.sites.scratch import SETTLE_S, DrillContext, ScratchJob
 from memstore.drills.sites.site import Site
 from memstore.errors import DrillError, MemstoreError
 from memstore.testing.faults.kept_up import KeptUp
+
+# -- scenes -------------------------------------------------------------------------------------------
+# The table of all scenes by the name of their drill.
+
+
+_FILES = (scenes_processes, scenes_hosts, scenes_storage, scenes_network, scenes_in_place)
+SCENES: dict[str, type[Scene]] = {
+    scene.name: scene
+    for file in _FILES
+    for scene in vars(file).values()
+    if isinstance(scene, type) and issubclass(scene, Scene) and "name" in vars(scene)
+}
+
 
 # -- safety -------------------------------------------------------------------------------------------
 # The check before a fault: a drill may not destroy another job's last copy of a shard, unless the user allows it.

@@ -29,7 +29,7 @@ from pathlib import Path
 from memstore.config import commands_naming
 from memstore.core.holder import succession
 from memstore.errors import ConfigError
-from memstore.shell.host.identity import read_boot_id
+from memstore.shell.identity import read_boot_id
 
 SECRET_NBYTES = 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")

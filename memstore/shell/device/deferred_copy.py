@@ -26,7 +26,7 @@ from memstore.shell.device.side_stream import (
     copy_out,
     flights,
 )
-from memstore.shell.threads.waits import SafeEvent
+from memstore.shell.threads import SafeEvent
 
 # -- deferred device copy -----------------------------------------------------------------------------
 # Copies out of device memory that are ordered while training computes, a few at a time (R11).

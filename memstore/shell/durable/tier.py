@@ -1,7 +1,7 @@
 """The durable tier: parts cut into slices, the marker last, on files of a directory or objects of a store (R31).
 
 Formats are in `memstore/core/durable/slice_format.py` and `markers.py`; when to write, who writes what and what
-to keep is decided by `memstore/core/schedule/durable_interval.py` and `writes.py`.
+to keep is decided by `memstore/core/schedule.py` and `writes.py`.
 """
 
 from __future__ import annotations

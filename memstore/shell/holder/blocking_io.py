@@ -37,7 +37,7 @@ from memstore.core.holder.holder_io import (
     WholeReply,
 )
 from memstore.core.holder.puts import seal
-from memstore.core.schedule.durable_interval import take_turn
+from memstore.core.schedule import take_turn
 from memstore.core.wire.codec import Request
 from memstore.core.wire.orders import DurablePlace, Lineage
 from memstore.core.wire.peer_messages import WholeShard
@@ -53,8 +53,7 @@ from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.holder.send_gate import SendGate
 from memstore.shell.peer.client import PeerClient, RateLimit
 from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
-from memstore.shell.threads.priority import lower_thread_priority
-from memstore.shell.threads.waits import OwnThreads, await_ended
+from memstore.shell.threads import OwnThreads, await_ended, lower_thread_priority
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
 
 # -- put timings --------------------------------------------------------------------------------------

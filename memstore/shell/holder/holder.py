@@ -53,7 +53,7 @@ from memstore.shell.holder.pending_calls import Calls, TrainedSteps
 from memstore.shell.holder.rank_server import RankServer
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.holder.send_gate import SendGate
-from memstore.shell.host.identity import HostIdentity, resolve_interfaces
+from memstore.shell.identity import HostIdentity, resolve_interfaces
 from memstore.shell.native.extension import problem as native_problem
 from memstore.shell.net.channel import Channel, Pacing
 from memstore.shell.net.listener import Listener, connect_unix
@@ -62,7 +62,7 @@ from memstore.shell.peer.chunk_frames import Damage
 from memstore.shell.peer.client import PeerClient
 from memstore.shell.peer.outgoing_shard import OutgoingShards
 from memstore.shell.peer.server import PeerServer
-from memstore.shell.threads.priority import RankPriority
+from memstore.shell.threads import RankPriority
 from recovery.inventory import Copy, ShardId
 
 # -- descriptors --------------------------------------------------------------------------------------

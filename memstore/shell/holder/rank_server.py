@@ -42,7 +42,7 @@ from memstore.shell.holder.send_gate import SendGate
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import Process
 from memstore.shell.peer.chunk_frames import Damage
-from memstore.shell.threads.priority import lower_thread_priority
+from memstore.shell.threads import lower_thread_priority
 
 log = logging.getLogger("memstore")
 

@@ -12,7 +12,7 @@ from memstore.core.holder.inventory import report_copy
 from memstore.core.wire.replies import HostVerified
 from memstore.errors import DigestMismatch
 from memstore.shell.holder.context import HolderContext
-from memstore.shell.threads.priority import lower_thread_priority
+from memstore.shell.threads import lower_thread_priority
 
 log = logging.getLogger("memstore")
 IDLE_S = 1.0

@@ -1,4 +1,4 @@
-"""Reads the marks of this host's ranks and lets bytes of copies out between them (core/network/send_gate.py, D87)."""
+"""Reads the marks of this host's ranks and lets bytes of copies out between them (core/send_gate.py, D87)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from memstore.core.network.send_gate import LOOK_S, MARK_BYTES, MARK_PREFIX, PIECE_S, Order, Sending, is_held
+from memstore.core.send_gate import LOOK_S, MARK_BYTES, MARK_PREFIX, PIECE_S, Order, Sending, is_held
 from memstore.errors import ProtocolError
 from memstore.shell.net.channel import Flight
 from memstore.shell.peer.outgoing_shard import OutgoingReplica

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from memstore.core.network.send_gate import EndpointChoice
+from memstore.core.send_gate import EndpointChoice
 from memstore.core.wire.ids import Endpoint
 from memstore.errors import PeerTimeout, PeerUnreachable
 from memstore.shell.net.channel import Channel

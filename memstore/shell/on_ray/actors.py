@@ -27,9 +27,9 @@ from memstore.shell.arena.arena import Arena
 from memstore.shell.arena.folder import arena_folder
 from memstore.shell.arena.lock import is_held, owner
 from memstore.shell.arena.memory_limits import arena_limit
-from memstore.shell.controller.controller import Controller, collect_rarely
+from memstore.shell.controller import Controller, collect_rarely
 from memstore.shell.holder.holder import Holder
-from memstore.shell.host.identity import HostIdentity, local_identity
+from memstore.shell.identity import HostIdentity, local_identity
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.tls import Tls
 from memstore.shell.on_ray.metrics import feed_from_controller, feed_from_holder

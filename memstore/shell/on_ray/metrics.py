@@ -14,7 +14,7 @@ from ray.util import metrics as ray_metrics
 
 from memstore.core.report.metrics import METRICS, Metric, Sample, counted, holder_gauges, holder_growth, status_gauges
 from memstore.core.wire.status_rows import EventRow
-from memstore.shell.controller.controller import Controller
+from memstore.shell.controller import Controller
 from memstore.shell.holder.holder import Holder
 
 log = logging.getLogger("memstore")

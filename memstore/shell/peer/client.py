@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.arena.replica_store import Store
-from memstore.core.network.send_gate import batches
+from memstore.core.send_gate import batches
 from memstore.core.wire.codec import Request, decode_reply
 from memstore.core.wire.error_message import decode_error
 from memstore.core.wire.frame import Kind
@@ -40,8 +40,7 @@ from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.tls import Tls
 from memstore.shell.peer.chunk_frames import RUN_BYTES, SLOW_RUN_BYTES, Damage, receive_run, runs, send_run
 from memstore.shell.peer.outgoing_shard import OutgoingReplica
-from memstore.shell.threads.priority import lower_thread_priority
-from memstore.shell.threads.waits import await_ended
+from memstore.shell.threads import await_ended, lower_thread_priority
 
 CALL_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0

@@ -46,7 +46,7 @@ from memstore.errors import (
 )
 from memstore.shell.net.channel import Channel
 from memstore.shell.peer.chunk_frames import Damage, receive_bulk, receive_run, runs, send_run
-from memstore.shell.threads.priority import lower_thread_priority
+from memstore.shell.threads import lower_thread_priority
 from recovery.inventory import Copy, ShardId
 
 log = logging.getLogger("memstore")

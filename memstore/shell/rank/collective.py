@@ -15,7 +15,7 @@ from memstore.core.wire.codec import tag_of
 from memstore.core.wire.replies import GetAgain, Joined, NothingStored, RollCalled, ShardPlaced, StepAgreed
 from memstore.errors import PeerTimeout
 from memstore.shell.rank.holder_link import HolderLink
-from memstore.shell.threads.waits import answer_of
+from memstore.shell.threads import answer_of
 
 log = logging.getLogger("memstore")
 FIRST_WORD_S = 5.0  # ranks of one launch come within this of each other where nothing is wrong

@@ -15,12 +15,13 @@ import queue
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -60,9 +61,63 @@ from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_unix
 from memstore.shell.rank.arena_view import RankMapping
 from memstore.shell.rank.leases import Leases, Tenant
-from memstore.shell.rank.open_links import note_open
 from memstore.shell.rank.peer_chunks import Fetches
-from memstore.shell.threads.waits import Answer, SafeCondition, answer_of
+from memstore.shell.threads import Answer, SafeCondition, answer_of
+
+# -- open links ---------------------------------------------------------------------------------------
+# The open links of this process, whichever store they are of, and whether they are interrupted.
+
+
+class OpenLink(Protocol):
+    """A link to a holder."""
+
+    job: str
+    closed: threading.Event
+
+    def interrupt(self, why: str) -> None:
+        """End every wait on it, for good."""
+
+    def forget(self) -> None:
+        """Drop it in a forked child."""
+
+
+_LINKS: weakref.WeakSet[OpenLink] = weakref.WeakSet()
+_why = ""  # the links of this process are interrupted, also those to come
+
+
+def note_open(link: OpenLink) -> None:
+    """Take a link that was opened; it is forgotten with its last reference."""
+    _LINKS.add(link)
+    if _why and link.job:  # read after it was added: else interrupt_all() in another thread could miss it
+        link.interrupt(_why)
+
+
+def interrupt_all(why: str) -> None:
+    """Interrupt every link of a rank in this process, and each that is opened from now on."""
+    global _why
+    _why = why
+    for link in list(_LINKS):
+        if link.job and not link.closed.is_set():
+            link.interrupt(why)
+
+
+def allow_links() -> None:
+    """Let links that are opened from now on work."""
+    global _why
+    _why = ""
+
+
+def _forget_in_child() -> None:
+    for link in list(_LINKS):
+        link.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+# -- link ---------------------------------------------------------------------------------------------
+# The link of one rank to the holder of its host.
+
 
 R = TypeVar("R")
 log = logging.getLogger("memstore")

@@ -22,7 +22,7 @@ from memstore.config import check_given_whole
 from memstore.core.wire.calls import InPlace
 from memstore.errors import ConfigError, PeerTimeout
 from memstore.shell.arena.lock import process_start_time
-from memstore.shell.host.identity import read_boot_id
+from memstore.shell.identity import read_boot_id
 
 log = logging.getLogger("memstore")
 REHEARSAL_VARIABLE = "MEMSTORE_REHEARSAL"  # what a process rehearses: it is no rank of any launch

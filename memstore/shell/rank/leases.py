@@ -22,7 +22,7 @@ import msgspec
 
 from memstore.core.wire.rank_messages import PutReady
 from memstore.shell.rank.arena_view import RankMapping
-from memstore.shell.threads.waits import SafeCondition
+from memstore.shell.threads import SafeCondition
 
 
 class PutState(Enum):

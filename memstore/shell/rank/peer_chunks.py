@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from memstore.config import Config
 from memstore.core.format import layout
 from memstore.core.format.manifest import Manifest
-from memstore.core.network.send_gate import batches
+from memstore.core.send_gate import batches
 from memstore.core.wire.error_message import decode_error
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import ReaderIdentity
@@ -37,7 +37,7 @@ from memstore.shell.net.channel import Channel
 from memstore.shell.net.host_networks import HostNetworks
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.tls import Tls
-from memstore.shell.threads.waits import Answer, answer_of
+from memstore.shell.threads import Answer, answer_of
 
 if TYPE_CHECKING:
     from memstore.shell.codec.verified_stream import Targets  # imports torch, which the command line does without

@@ -36,7 +36,7 @@ from memstore.shell.rank.arena_view import RankMapping
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.peer_chunks import Dialler, PeerChunks
 from memstore.shell.tensors.slot_stream import address_of
-from memstore.shell.threads.waits import answer_of, is_answered
+from memstore.shell.threads import answer_of, is_answered
 from recovery.inventory import ShardId
 
 Range = tuple[int, int]  # first byte of the stream, nbytes

@@ -28,7 +28,7 @@ from memstore.core.wire.calls import PersistStep
 from memstore.core.wire.replies import Persisted
 from memstore.errors import ConfigError, MemstoreError
 from memstore.shell.rank.holder_link import HolderLink
-from memstore.shell.threads.waits import answer_of
+from memstore.shell.threads import answer_of
 
 log = logging.getLogger("memstore")
 ANSWER_PART = 0.9  # of the time, for the controller: its error for a late write must come before the end

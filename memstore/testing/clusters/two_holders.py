@@ -11,7 +11,7 @@ from typing import Any
 from memstore.config import Config
 from memstore.core.wire.orders import HostAddress, HostNews
 from memstore.shell.holder.holder import Holder
-from memstore.shell.host.identity import HostIdentity, read_boot_id
+from memstore.shell.identity import HostIdentity, read_boot_id
 from memstore.shell.rank.admin_link import store_root
 from memstore.testing.clusters.scratch import scratch_store_name
 

@@ -34,7 +34,7 @@ from memstore.core.report.recorder import RecentEvents
 from memstore.core.wire.calls import AskStatus, RemoveJob
 from memstore.core.wire.status_rows import EventRow, HostRow, ShortStep
 from memstore.errors import PeerTimeout
-from memstore.shell.controller.event_log import WAITING_MAX, EventLog
+from memstore.shell.controller import WAITING_MAX, EventLog
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.fuzz.messages import blank
 from memstore.testing.ranks.fleet import Fleet

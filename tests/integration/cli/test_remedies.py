@@ -23,7 +23,7 @@ from memstore.drills.cli import drill
 from memstore.errors import ConfigError, IntegrityError, MemstoreError
 from memstore.shell.arena.lock import ArenaLock
 from memstore.shell.arena.mapping import ArenaMapping
-from memstore.shell.host.identity import rank_host
+from memstore.shell.identity import rank_host
 from memstore.shell.rank.admin_link import Tool
 from memstore.testing.clusters.processes import ProcessCluster
 

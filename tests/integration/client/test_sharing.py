@@ -27,8 +27,8 @@ from memstore.client.connect import connect
 from memstore.client.reader import reader
 from memstore.client.store import CollectiveMarks, Store
 from memstore.config import Config
-from memstore.core.network.send_gate import MARK_MAX_S, PIECE_FIRST_BYTES
 from memstore.core.report.metrics import holder_growth
+from memstore.core.send_gate import MARK_MAX_S, PIECE_FIRST_BYTES
 from memstore.core.wire.rank_messages import MarksMade
 from memstore.core.wire.status_rows import HostStats
 from memstore.errors import ConfigError

@@ -15,8 +15,7 @@ from memstore.shell.arena import folder
 from memstore.shell.arena.folder import SEEN_NAME, IdleTime
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.clusters.stepped_clock import stepped_clock
-from memstore.testing.controller.trained import trained
-from memstore.testing.controller.world import ControllerWorld
+from memstore.testing.controller.world import ControllerWorld, trained
 from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank_process import RankNursery, fail_together, together
 

@@ -26,8 +26,7 @@ from memstore.shell.arena.lock import ArenaLock, LockOwner
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.clusters.scratch import scratch_folder
 from memstore.testing.clusters.stepped_clock import stepped_clock
-from memstore.testing.controller.trained import trained
-from memstore.testing.controller.world import ControllerWorld
+from memstore.testing.controller.world import ControllerWorld, trained
 from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank_process import RankNursery, together
 

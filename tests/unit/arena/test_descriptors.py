@@ -20,8 +20,8 @@ from memstore.client.connect import connect
 from memstore.config import check_name
 from memstore.core.report.problems import DEGRADED
 from memstore.errors import ConfigError
-from memstore.shell.host import identity as host_id_module
-from memstore.shell.host.identity import (
+from memstore.shell import identity as host_id_module
+from memstore.shell.identity import (
     HostIdentity,
     current_node_labels,
     holder_hosts,

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from cli_desk import Desk
-from cli_store import cells
+from cli_store import STEPS, Desk, cells, open_store, run, run_json
 
-from memstore.testing.controller.trained import trained
+from memstore.core.wire.orders import VerifyCopies
+from memstore.core.wire.reports import CopiesVerified
+from memstore.testing.clusters.processes import ProcessCluster
+from memstore.testing.controller.world import ControllerWorld, trained
 
 
 def events_of(desk: Desk, *typed: str) -> list[dict[str, Any]]:
@@ -162,3 +166,207 @@ def test_no_word_is_broken_at_any_width(
         assert len([line for line in wide.splitlines() if line.startswith("! ")]) >= 2
         assert "2/2" in train
         assert ("RANKS: 2/2" in narrow) == (columns == 50)
+
+
+# -- plan ---------------------------------------------------------------------------------------------
+# `memstore plan` on a real store: what a restart would get, now and after losing hosts.
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+    """A store with a trained job; no test changes it."""
+    with open_store(tmp_path_factory.mktemp("store")) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize(
+    ("lose", "code", "outcome", "hosts"),
+    [
+        (["--lose", "h1"], 0, "whole", ["h1"]),
+        (["--lose", "rack=r1"], 0, "whole", ["h1", "h3"]),
+        (["--lose", "h1", "h2"], 3, "lost", ["h1", "h2"]),
+        (["--lose", "h1,h2"], 3, "lost", ["h1", "h2"]),
+        (["--lose", "h1", "--lose", "h2"], 3, "lost", ["h1", "h2"]),
+        (["--lose=h2", "h3"], 0, "whole", ["h2", "h3"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_plan_says_what_losing_hosts_costs(
+    store: ProcessCluster, lose: list[str], code: int, outcome: str, hosts: list[str]
+) -> None:
+    """One host or a whole rack costs nothing; both holders of a shard lose the run, exit code 3."""
+    body = run_json(store, "plan", "llama3-8b", *lose, code=code)
+    (plan,) = body["plans"]
+    assert (body["lost_hosts"], plan["outcome"]) == (hosts, outcome)
+    assert plan["odds"][0] == [1, 1.0, True]
+    assert plan["odds"][1] == [2, pytest.approx(2 / 3), True]
+    assert plan["step"] == (STEPS - 1 if outcome == "whole" else None)
+
+
+def test_a_loss_of_no_host_is_refused(store: ProcessCluster) -> None:
+    """An empty word, as of a variable that is not set, would be a plan that loses nothing."""
+    for word in ("", ","):
+        result = run(store, "plan", "llama3-8b", "--lose", word)
+        assert result.exit_code == 1
+        assert "names no host" in result.stderr
+
+
+def test_plan_in_words(store: ProcessCluster) -> None:
+    """The first line is the answer; nothing is lost by asking."""
+    result = run(store, "plan", "--lose", "h1")
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"llama3-8b: losing h1 now restores step {STEPS - 1} (")
+    assert "0 committed steps lost" in result.stdout
+    assert "rank 0 of the lost hosts is taken to start on h2: started on a new host, all" in result.stdout
+    result = run(store, "plan", "--lose", "h1", "h2")
+    assert result.stdout.startswith("llama3-8b: losing h1, h2 now loses the run: ")
+    assert not store.host_events("host_dead")
+
+
+def test_plan_without_hosts_says_what_get_would_do_now(store: ProcessCluster) -> None:
+    """Without --lose the question is what a restart would get: the newest step, from this host, nothing lost."""
+    result = run(store, "plan", "llama3-8b")
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"llama3-8b: get() now restores step {STEPS - 1} (")
+    assert "0 committed steps lost" in result.stdout
+    body = run_json(store, "plan", "llama3-8b")
+    assert (body["lost_hosts"], [plan["outcome"] for plan in body["plans"]]) == ([], ["whole"])
+
+
+# -- answers ------------------------------------------------------------------------------------------
+# What the verbs make of a controller's answers: exit codes, and options that reach the question (R4, R29, R30).
+#
+# The controller is the real one, in virtual time; its hosts hang, die and run out of room when a test says so.
+
+
+@pytest.fixture
+def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
+    """Three hosts, a job of two ranks with two committed steps, asked through the first host."""
+    world, ranks = trained(3, 2, last=2)
+    return Desk(monkeypatch, world, ranks[0])
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"), [("", ""), ("hangs", "no answer"), ("dies", "no answer"), ("cannot", "arena is gone")]
+)
+def test_verify_is_not_fine_with_a_host_that_did_not_look(desk: Desk, fault: str, says: str) -> None:
+    """It answers nothing, dies, or says that it could not: exit code 4 and its name, though no other found damage."""
+    holder = desk.world.holders["h2"]
+    if fault:
+        holder.instead[VerifyCopies] = lambda order: (
+            holder.report(CopiesVerified(call=order.call, found=None, problem=says)) if fault == "cannot" else None
+        )
+    if fault == "dies":
+        desk.world.at(1.0, lambda: desk.world.kill_host("h2"))
+    result = desk.run("verify", "--json")
+    body = json.loads(result.stdout)
+    assert (result.exit_code, body["ok"], body["damaged"]) == ((4, False, 0) if fault else (0, True, 0))
+    assert {host: row["error"] for host, row in body["hosts"].items()} == {"h0": "", "h1": "", "h2": says}
+
+
+@pytest.mark.parametrize("fate", ["dies", "stays short"])
+def test_drain_is_not_fine_with_a_host_that_was_not_done_in_time(desk: Desk, fate: str) -> None:
+    """It dies before all is elsewhere, or the notice is over: exit code 4, and no word that it can go."""
+    for holder in desk.world.holders.values():
+        holder.refuses_copies = "the network is slow"
+    if fate == "dies":
+        desk.world.at(3.0, lambda: desk.world.kill_host("h1"))
+    result = desk.run("drain", "h1", "--within", "20")
+    assert result.exit_code == 4
+    assert ("h1 died before" if fate == "dies" else "must not go yet, after 20 s") in result.stderr
+    assert "can go" not in result.stderr
+
+
+def test_rm_takes_force_for_what_it_refuses(desk: Desk) -> None:
+    """A job that is trained and has a pin stays without --force; with it the lost pin is named."""
+    assert desk.run("pin", "train", "2", "best").exit_code == 0
+    assert desk.run("rm", "train", "--yes").exit_code == 1
+    assert "train" in desk.world.served.jobs
+    result = desk.run("rm", "train", "--yes", "--force")
+    assert (result.exit_code, "pin best of step 2 is gone" in result.stderr) == (0, True)
+    assert "train" not in desk.world.served.jobs
+
+
+@pytest.mark.parametrize("state", ["trained", "trained, with a pin", "over", "over, with a pin"])
+def test_what_rm_advises_drops_the_job(desk: Desk, state: str) -> None:
+    """The newest step is only in RAM.
+
+    The command in the refusal is the whole answer, anything that else is in the way.
+    """
+    if "pin" in state:
+        assert desk.run("pin", "train", "2", "best").exit_code == 0
+    if "over" in state:
+        for rank in desk.world.ranks.values():
+            desk.world.call(rank, "close")
+        desk.world.run(1.0)
+    refused = desk.run("rm", "train")
+    assert refused.exit_code == 1
+    (command,) = re.findall("`memstore (.*)`", refused.stderr)
+    assert ("--force" in command) == (state != "over")
+    assert desk.run(*command.split()).exit_code == 0
+    assert "train" not in desk.world.served.jobs
+
+
+def test_a_step_is_of_the_attempt_that_is_named(desk: Desk) -> None:
+    """Attempt 9 put nothing, attempt 1 did."""
+    typed = ["pin", "train", "2", "best"]
+    refused = desk.run(*typed, "--attempt", "9")
+    assert refused.exit_code == 1
+    assert "attempt 9" in refused.stderr
+    assert desk.run(*typed, "--attempt", "1").exit_code == 0
+
+
+def test_events_are_the_newest_ones_and_a_gap_is_reported(desk: Desk) -> None:
+    """--tail N prints N; what a dead controller remembered is missing, and stderr says so."""
+    rows = [json.loads(line) for line in desk.run("events", "--level", "routine", "--json").stdout.splitlines()]
+    assert len(rows) > 3
+    shown = desk.run("events", "--level", "routine", "--json", "--tail", "3").stdout.splitlines()
+    assert [json.loads(line)["seq"] for line in shown] == [row["seq"] for row in rows[-3:]]
+    assert "not remembered" not in desk.run("events", "--since", str(rows[0]["seq"])).stderr
+    desk.world.crash_controller()
+    desk.world.run(10.0)
+    assert "events after --since are not remembered" in desk.run("events", "--since", str(rows[0]["seq"])).stderr
+
+
+@pytest.mark.parametrize(
+    ("ranks_count", "dies", "lose", "targets"),
+    [
+        (2, "", "h0", {"h1"}),
+        (2, "h1", "", {"h0"}),
+        (1, "", "h0", {"h1", "h2"}),
+        (2, "", "h0 h1 h2", {"replacement of h0", "replacement of h1"}),
+    ],
+)
+def test_a_plan_starts_ranks_on_hosts_that_are_there(
+    monkeypatch: pytest.MonkeyPatch, ranks_count: int, dies: str, lose: str, targets: set[str]
+) -> None:
+    """None on a host that is lost in the question or dead: on the job's others, else the store's, else a new one."""
+    world, ranks = trained(3, ranks_count, last=2, durable="/durable", durable_every=1)
+    world.run(2.0)
+    desk = Desk(monkeypatch, world, ranks[0])
+    if dies:
+        world.kill_host(dies)
+        world.run(10.0)
+    result = desk.run("plan", "train", *(["--lose", *lose.split()] if lose else []), "--json")
+    [plan] = json.loads(result.stdout)["plans"]
+    assert plan["step"] == 2
+    found = {target for _, _, _, target, _ in plan["transfers"]}
+    assert found <= targets
+    assert found or plan["bytes"]["local"]
+
+
+def test_the_worst_plan_of_all_jobs_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one job durable storage has an older step, of the one planned last the newest: exit code 4, not 0."""
+    world = ControllerWorld(2, durable="/durable", durable_every="1h")
+    for job, every in (("older", "1h"), ("whole", 1)):
+        ranks = world.launch(2, job=job, config={**world.config, "durable_every": every})
+        world.get(ranks)
+        for step in (1, 2):
+            assert world.put_all(ranks, step)
+            world.run(2.0)
+    result = Desk(monkeypatch, world, ranks[0]).run("plan", "--lose", "h0", "h1", "--json")
+    assert {plan["job"]: plan["outcome"] for plan in json.loads(result.stdout)["plans"]} == {
+        "older": "older",
+        "whole": "whole",
+    }
+    assert result.exit_code == 4

@@ -24,7 +24,7 @@ from memstore.core.wire.orders import StepLevel
 from memstore.core.wire.rank_messages import PutReady, PutTerms, SlotSample
 from memstore.errors import ClosedError
 from memstore.shell.arena.mapping import ArenaMapping
-from memstore.shell.rank import open_links
+from memstore.shell.rank import holder_link
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.leases import ENTERING, FILLED, OPEN, OVER, SUBMITTED, Leases, Tenant
 from memstore.testing.clusters.processes import wait_for
@@ -217,12 +217,12 @@ def test_a_put_whose_copy_ends_after_an_interruption_is_not_submitted(site: Rank
 def test_a_link_that_is_opened_after_an_interruption_is_interrupted_too(site: RankSite) -> None:
     """Else what an aborted collective left could be put through it; the next generation begins with links that work."""
     try:
-        open_links.interrupt_all("a rank of it was lost")
+        holder_link.interrupt_all("a rank of it was lost")
         late = HolderLink(site.holder.folder, nonce="late", job="job", rank=1, attempt=1)
         assert late.interrupted
         late.close()
     finally:
-        open_links.allow_links()
+        holder_link.allow_links()
     again = HolderLink(site.holder.folder, nonce="late", job="job", rank=1, attempt=1)
     assert not again.interrupted
     again.close()

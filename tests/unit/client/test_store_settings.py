@@ -27,16 +27,16 @@ from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.orders import PushTargets
 from memstore.core.wire.reports import Heartbeat, HolderMessage, HostInventory, decode_holder_message
 from memstore.errors import ConfigError, PeerTimeout
-from memstore.shell.controller.controller import Controller
+from memstore.shell import identity
+from memstore.shell.controller import Controller
 from memstore.shell.holder.holder import Holder
 from memstore.shell.holder.scrub import IDLE_S, Scrubber
-from memstore.shell.host import identity
-from memstore.shell.host.identity import HostIdentity, read_boot_id
+from memstore.shell.identity import HostIdentity, read_boot_id
 from memstore.shell.net.channel import CHUNK_S, SO_MAX_PACING_RATE, Channel
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.peer.outgoing_shard import StreamingReplica
 from memstore.shell.rank.admin_link import store_root
-from memstore.testing.clusters.directory_membership import DirectoryMembership
+from memstore.testing.clusters.process_main import DirectoryMembership
 from memstore.testing.clusters.processes import wait_for
 from memstore.testing.clusters.scratch import scratch_store_name
 from memstore.testing.clusters.two_holders import two_holders

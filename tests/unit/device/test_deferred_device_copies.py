@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from interruption import interrupt
 from lazy_device import LazyDevice
 
+from memstore.client.overlapped_copy import OptimizerMemory, optimizer_tensors
 from memstore.shell.codec.decode import decode_state
 from memstore.shell.codec.encode import copy_into, plan_state
 from memstore.shell.device import deferred_copy, side_stream
 from memstore.shell.device.deferred_copy import DeferredCopy, DeferredDeviceCopies, WatchedSource
-from memstore.shell.device.optimizer_memory import OptimizerMemory, optimizer_tensors
 from memstore.shell.device.side_stream import FLIGHTS_MAX, DeviceWrite, flights, order_all
 from memstore.shell.tensors.memory import TensorSource
 

@@ -20,7 +20,7 @@ from memstore.errors import CapacityError, PeerTimeout
 from memstore.shell.arena.journal_file import AHEAD_NBYTES, JournalFile
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.holder.holder import Holder
-from memstore.shell.host.identity import HostIdentity, read_boot_id
+from memstore.shell.identity import HostIdentity, read_boot_id
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_tcp
 from memstore.testing.clusters.processes import ProcessCluster, wait_for

@@ -40,7 +40,7 @@ from memstore.errors import ConfigError, FencedError
 from memstore.shell.arena.lock import process_start_time
 from memstore.shell.holder import rank_server
 from memstore.shell.holder.holder import Holder
-from memstore.shell.host.identity import HostIdentity, read_boot_id
+from memstore.shell.identity import HostIdentity, read_boot_id
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_unix
 from memstore.shell.rank.admin_link import store_root

@@ -8,8 +8,7 @@ from typing import Any
 from memstore.core.wire.messages import HostBeat
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.controller.holder import DirectedRank
-from memstore.testing.controller.trained import trained
-from memstore.testing.controller.world import ControllerWorld
+from memstore.testing.controller.world import ControllerWorld, trained
 from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank_process import RankNursery, together
 

@@ -19,7 +19,7 @@ from memstore import errors
 from memstore.core.wire import frame
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import HolderIdentity, Identity, ProbeIdentity
-from memstore.shell.host import identity
+from memstore.shell import identity
 from memstore.shell.net import listener
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import Listener, Process, connect_tcp, connect_unix

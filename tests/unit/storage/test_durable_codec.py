@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from memstore.config import Config
 from memstore.core.durable.paths import place_of
 from memstore.core.durable.slice_format import SliceHeader, decode_header, slice_range, slices_count
-from memstore.core.schedule.durable_interval import paced
+from memstore.core.schedule import paced
 from memstore.errors import ConfigError, IntegrityError, MemstoreError
 from memstore.shell.durable.codec import GAIN_MIN, Codec, key_name, read_key
 from memstore.shell.durable.directory import DirectoryFiles

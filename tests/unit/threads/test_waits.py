@@ -20,8 +20,7 @@ from memstore.errors import PeerTimeout, PeerUnreachable, RecoveryError, Transpo
 from memstore.shell.net.channel import Pacing
 from memstore.shell.peer.chunk_frames import Damage
 from memstore.shell.peer.client import PeerClient
-from memstore.shell.threads.priority import BULK_NICE, RankPriority, lower_thread_priority
-from memstore.shell.threads.waits import OwnThreads, answer_of, await_ended
+from memstore.shell.threads import BULK_NICE, OwnThreads, RankPriority, answer_of, await_ended, lower_thread_priority
 from memstore.testing.clusters.processes import may_lower_nice, wait_for
 
 
@@ -194,7 +193,7 @@ def test_a_silence_is_paid_for_once(error: TransportError, begun: list[list[int]
 
 HOLDER = """
 import json, os, sys, threading
-from memstore.shell.threads.priority import RankPriority, lower_thread_priority
+from memstore.shell.threads import RankPriority, lower_thread_priority
 
 may_end = threading.Event()
 

@@ -33,7 +33,7 @@ from memstore.core.holder.holder_io import (
 )
 from memstore.core.holder.puts import seal
 from memstore.core.holder.reads import bring, ready
-from memstore.core.schedule.durable_interval import take_turn
+from memstore.core.schedule import take_turn
 from memstore.core.wire import codec
 from memstore.core.wire.calls import RankCall, ReadStep
 from memstore.core.wire.codec import Request, reply_decoder

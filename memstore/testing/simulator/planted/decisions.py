@@ -12,12 +12,13 @@ from unittest.mock import PropertyMock, patch
 
 from msgspec import structs
 
-from memstore.core.capacity.retention import Retention
+from memstore.core import repair
+from memstore.core.capacity import Retention
 from memstore.core.cluster.job import Call, Job, LeaseRoom
 from memstore.core.cluster.reading import Round
 from memstore.core.cluster.state import Holds
 from memstore.core.cluster.step_lookup import kept_steps
-from memstore.core.commit.commits import StepCommits
+from memstore.core.commits import StepCommits
 from memstore.core.controller.machine import ControllerMachine
 from memstore.core.durable.states import MARKER
 from memstore.core.durable.writes import DurableOrders
@@ -26,8 +27,7 @@ from memstore.core.holder.reads import ready
 from memstore.core.holder.state import HolderState
 from memstore.core.journal.fact_log import FactLog
 from memstore.core.journal.replication import Journal
-from memstore.core.repair import repair
-from memstore.core.repair.repair import Repair
+from memstore.core.repair import Repair
 from memstore.core.restore import rounds
 from memstore.core.restore.followers import Followers
 from memstore.core.targets import targets

@@ -6,8 +6,7 @@ import pytest
 
 from memstore.core.wire.orders import Reserve
 from memstore.testing.controller.holder import CHUNKS, DirectedHolder, DirectedRank
-from memstore.testing.controller.trained import trained
-from memstore.testing.controller.world import ControllerWorld
+from memstore.testing.controller.world import ControllerWorld, trained
 from recovery.inventory import StepId
 
 

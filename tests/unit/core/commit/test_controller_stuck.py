@@ -22,8 +22,7 @@ from memstore.errors import CapacityError
 from memstore.shell.arena.arena import open_store
 from memstore.shell.peer.server import INCOMING_IDLE_S, PeerServer
 from memstore.testing.clusters.scratch import scratch_folder
-from memstore.testing.controller.trained import trained
-from memstore.testing.controller.world import JOB
+from memstore.testing.controller.world import JOB, trained
 from recovery.inventory import ShardId, StepId
 
 

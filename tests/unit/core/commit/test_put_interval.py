@@ -20,9 +20,8 @@ from memstore.client.connect import connect
 from memstore.client.steps import Steps
 from memstore.client.store import Store
 from memstore.client.ticket import LEVELS, Ticket
-from memstore.core.cluster.failures import mean_time_between_failures_s
-from memstore.core.schedule.durable_interval import optimal_interval_s
-from memstore.core.schedule.put_interval import Measured, PutCosts, Schedule, decide_steps, lead_end
+from memstore.core.cluster.state import mean_time_between_failures_s
+from memstore.core.schedule import Measured, PutCosts, Schedule, decide_steps, lead_end, optimal_interval_s
 from memstore.core.wire.orders import Level, StepLevel
 from memstore.core.wire.replies import Joined
 from memstore.errors import ConfigError

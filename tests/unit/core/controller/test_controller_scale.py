@@ -10,11 +10,11 @@ import pytest
 from memstore.core.attempts import join
 from memstore.core.cluster.facts import HostsJoined, StepCommitted
 from memstore.core.cluster.hosts import HostTable
-from memstore.core.commit.commits import CommitRule
+from memstore.core.commits import CommitRule
 from memstore.core.durable.states import DurableStates
 from memstore.core.history.job_removal import Orphans
 from memstore.core.journal.fact_log import FactLog
-from memstore.core.repair.repair import LOOKS_MAX, Repair, Substitutes
+from memstore.core.repair import LOOKS_MAX, Repair, Substitutes
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.calls import AskRollCall, Called
 from memstore.core.wire.messages import HostBeat, Received, Tick

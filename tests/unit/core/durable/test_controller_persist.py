@@ -12,8 +12,7 @@ from memstore.core.report.problems import NOTE
 from memstore.core.wire.messages import DrainsSeen
 from memstore.core.wire.orders import DurableOrder, ListMarkers, WriteSlices
 from memstore.testing.controller.holder import WRITES, DirectedRank
-from memstore.testing.controller.trained import written
-from memstore.testing.controller.world import ControllerWorld
+from memstore.testing.controller.world import ControllerWorld, written
 
 
 def hourly(last: int, **config: Any) -> tuple[ControllerWorld, list[DirectedRank]]:

@@ -22,7 +22,7 @@ from memstore.core.durable.slice_format import (
     slice_range,
     slices_count,
 )
-from memstore.core.schedule.durable_interval import next_durable, optimal_every, retire
+from memstore.core.schedule import next_durable, optimal_every, retire
 from memstore.core.wire.orders import Lineage
 from memstore.errors import ConfigError, IntegrityError
 from memstore.intervals import Every, parse_every

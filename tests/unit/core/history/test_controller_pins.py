@@ -7,14 +7,13 @@ from functools import partial
 
 import pytest
 
+from memstore.core import capacity
 from memstore.core.arena.slot_table import share_of
-from memstore.core.capacity import retention
 from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.wire.orders import Reserve
 from memstore.core.wire.reports import Reserved
 from memstore.testing.controller.holder import DirectedHolder, DirectedRank
-from memstore.testing.controller.trained import trained
-from memstore.testing.controller.world import JOB, ControllerWorld
+from memstore.testing.controller.world import JOB, ControllerWorld, trained
 from recovery.inventory import StepId
 
 
@@ -149,7 +148,7 @@ def test_the_pin_of_a_late_host_whose_end_is_forgotten_is_not_made_again(monkeyp
     world.run(0.5)
     world.kill_host("h3", keep_memory=True)
     assert ask(world, ranks[0], "unpin", name="best") == ""
-    monkeypatch.setattr(retention, "JOURNAL_NBYTES_MIN", 0)
+    monkeypatch.setattr(capacity, "JOURNAL_NBYTES_MIN", 0)
     put_from(world, ranks, 3, 12)
     world.crash_controller()
     world.run(8.0)

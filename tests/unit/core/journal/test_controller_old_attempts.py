@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from memstore.core.capacity import retention
+from memstore.core import capacity
 from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.journal.fact_log import FactLog
 from memstore.core.journal.records import Entry, entry_from_record
 from memstore.testing.controller.holder import DirectedHolder
-from memstore.testing.controller.trained import trained
-from memstore.testing.controller.world import ControllerWorld
+from memstore.testing.controller.world import ControllerWorld, trained
 
 STEPS = 24  # of a launch: enough that half of a journal is needed no more
 
 
 @pytest.fixture(autouse=True)
 def _short_journals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "JOURNAL_NBYTES_MIN", 0)
+    monkeypatch.setattr(capacity, "JOURNAL_NBYTES_MIN", 0)
 
 
 def opened(holder: DirectedHolder) -> dict[int, AttemptOpened]:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from memstore.config import Config
 from memstore.core.arena.slot_table import share_of
-from memstore.core.capacity.retention import is_needed
+from memstore.core.capacity import is_needed
 from memstore.core.cluster import facts as f
 from memstore.core.journal.fact_log import FactLog
 from memstore.core.journal.records import Entry
+from memstore.core.wire.messages import Event, HostBeat, HostLost, LeaseRenewed, Tick
 from memstore.core.wire.orders import Reserve, VerifyCopies
 from memstore.core.wire.reports import Reserved
-from memstore.testing.controller.holder import CHUNKS
-from memstore.testing.controller.trained import trained
-from memstore.testing.controller.world import ControllerWorld
-from recovery.inventory import StepId
+from memstore.testing.controller.holder import CHUNKS, DirectedRank
+from memstore.testing.controller.world import ControllerWorld, trained
+from recovery.inventory import ShardId, StepId
 
 MOMENTS_S = [0.001, 0.004, 0.012, 0.03, 0.06, 0.1, 0.2, 0.4]
 
@@ -392,3 +394,247 @@ def test_what_older_attempts_reserved_is_in_no_journal_for_ever() -> None:
     ]
     assert [fact.attempt for fact in claimed if is_needed(world.served, fact)] == [3]
     assert len(claimed) == 3
+
+
+# -- histories ----------------------------------------------------------------------------------------
+# What RAM and durable storage know of a job may be of different times, or of different runs (R22, R31, D136).
+
+
+def train(world: ControllerWorld, *steps: int, **more: Any) -> list[DirectedRank]:
+    """A launch of two ranks that gets and puts these steps; durable ones are waited for."""
+    ranks = world.launch(2, **more)
+    if not more.get("fresh"):
+        world.get(ranks)
+    for step in steps:
+        assert world.put_all(ranks, step, until="durable" if world.config["durable"] else "committed")
+    return ranks
+
+
+def forget_ram(world: ControllerWorld, *hosts: str, back: str = "") -> None:
+    """Machines lose their memory; `back` comes back with what it had."""
+    for host in hosts:
+        world.kill_host(host)
+        world.return_host(host, keep_memory=False)
+    if back:
+        world.return_host(back)
+    world.crash_controller()
+    world.run(6.0)
+
+
+def digests(answers: list[dict[str, Any]]) -> list[str]:
+    return [answer["digest"] for answer in answers]
+
+
+@pytest.mark.parametrize("clock_s", [0.0, -3600.0, 86_400.0])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_host_that_comes_back_with_old_memory_hides_no_newer_durable_step(fresh: bool, clock_s: float) -> None:
+    """It knows attempt 1 alone.
+
+    Storage has attempt 3: that is gone on from, regardless of what the clock said meanwhile.
+    """
+    world = ControllerWorld(3, durable="/durable", durable_every=1)
+    train(world, 1)
+    world.kill_host("h0", keep_memory=True)
+    world.served.state.wall_offset_s += clock_s
+    train(world, 2)
+    train(world, 3, 4)
+    forget_ram(world, "h1", "h2", back="h0")
+    assert sorted(world.job().attempts) == [1]
+    ranks = world.launch(2, fresh=fresh)
+    assert [rank.attempt for rank in ranks] == [4, 4]
+    if fresh:
+        return
+    answers = world.get(ranks)
+    world.check_restored(answers)
+    assert {(a["attempt"], a["step"], a["verdict"]) for a in answers} == {(3, 4, "durable")}
+    assert world.put_all(ranks, 5, until="durable")
+
+
+@pytest.mark.parametrize("clock_s", [0.0, -3600.0])
+@pytest.mark.parametrize("old_launches", [1, 3])
+def test_an_older_run_of_the_name_on_storage_is_never_restored(old_launches: int, clock_s: float) -> None:
+    """RAM was lost, the job started over without durable=, then with it: its own steps count, not those of then."""
+    world = ControllerWorld(2, durable="/durable", durable_every=1)
+    for number in range(old_launches):
+        train(world, 10 * number + 8, 10 * number + 9)
+    forget_ram(world, "h0", "h1")
+    world.served.state.wall_offset_s += clock_s
+    config = dict(world.config)
+    world.config["durable"] = None
+    world.put_contents.clear()
+    train(world, 1)
+    put = [world.put_contents[ShardId("train", 1, 1, rank)] for rank in range(2)]
+    world.config.update(config)
+    ranks = world.launch(2)
+    answers = world.get(ranks)
+    assert {(a["attempt"], a["step"]) for a in answers} == {(1, 1)}
+    assert [answer["bytes"] for answer in answers] == put
+    assert any("another, older run" in note for note in world.notes)
+    assert ranks[0].attempt == old_launches + 1
+    assert world.put_all(ranks, 2, until="durable")
+    forget_ram(world, "h0", "h1")
+    answers = world.get(world.launch(2))
+    world.check_restored(answers)
+    assert {(a["attempt"], a["step"], a["verdict"]) for a in answers} == {(old_launches + 1, 2, "durable")}
+
+
+def test_storage_that_cannot_be_read_keeps_no_process_from_what_ram_knows() -> None:
+    """Only a job that no host knows must learn from storage before it opens (R23)."""
+    world = ControllerWorld(2, durable="/durable", durable_every=1)
+    train(world, 1)
+    world.durable.problem = "permission denied"
+    ranks = world.launch(2)
+    assert {(a["step"], a["verdict"]) for a in world.get(ranks)} == {(1, "local")}
+
+
+@pytest.mark.parametrize("damaged", [{1, 2}, {2}])
+def test_markers_that_cannot_be_read_are_no_empty_storage(damaged: set[int]) -> None:
+    """All empty after a power cut: no job starts from nothing. One: an older step, and status says why (R23)."""
+    world = ControllerWorld(2, durable="/durable", durable_every=1)
+    train(world, 1, 2)
+    forget_ram(world, "h0", "h1")
+    world.durable.damaged = {(1, step) for step in damaged}
+    ranks = world.launch(2)
+    if damaged == {1, 2}:
+        assert ranks[0].error("join").startswith("RecoveryError")
+        assert "marker of step 2 is torn" in ranks[0].error("join")
+        return
+    assert {(a["step"], a["verdict"]) for a in world.get(ranks)} == {(1, "durable")}
+    assert world.served.parts.durable_states.of("train").unread == "marker of step 2 is torn"
+
+
+def test_a_rank_that_dies_while_storage_is_listed_is_named_to_those_who_wait() -> None:
+    """The launch gathers again: the rank that takes its place opens the attempt."""
+    world = ControllerWorld(2, durable="/durable", durable_every=1)
+    train(world, 1)
+    world.kill_rank(world.ranks["train", 0])
+    world.kill_rank(world.ranks["train", 1])
+    ranks = [world.join(rank, 2, "key") for rank in range(2)]
+    gatherings = world.served.parts.attempts.gatherings
+    assert world.run_until(lambda: "train" in gatherings and gatherings["train"].markers_call > 0, 5.0)
+    world.kill_rank(ranks[0])
+    world.run(25.0)
+    assert ranks[1].error("join").startswith("GatherTimeout")
+    assert "missing: rank 0" in ranks[1].error("join")
+
+
+# -- lease --------------------------------------------------------------------------------------------
+# A controller records facts while it provably is the newest, and what a socket kept proves nothing (R17).
+
+
+LONG_S = 30.0
+
+
+class SleepyWorld(ControllerWorld):
+    """Its controller can be frozen: what comes meanwhile waits in the sockets."""
+
+    def __init__(self, hosts: int, **rules: float) -> None:
+        self.is_frozen = False
+        self.waiting: list[Event] = []
+        super().__init__(hosts, rules=rules)
+
+    def _handle(self, event: Event) -> None:
+        if not self.is_frozen:
+            super()._handle(event)
+        elif not isinstance(event, Tick | LeaseRenewed):
+            self.waiting.append(event)
+
+    def wake(self) -> None:
+        self.is_frozen = False
+        waiting, self.waiting = self.waiting, []
+        for event in waiting:
+            self._handle(event)
+
+    def recorded_within(self, seconds: float) -> bool:
+        """True if the controller may record a fact at any moment of that time."""
+        return self.run_until(lambda: self.served.lease.may_record(), seconds)
+
+
+def without_membership(hosts: int = 3) -> SleepyWorld:
+    """All hosts are received, the membership is not."""
+    world = SleepyWorld(hosts)
+    world.has_lease = False
+    world.run(LONG_S)
+    return world
+
+
+def test_a_controller_that_receives_all_hosts_needs_no_membership() -> None:
+    """They are asked before the membership's word runs out: there is no gap."""
+    world = SleepyWorld(3, lease_s=Config().lease_s)
+    world.run(2.0)
+    world.has_lease = False
+    for _ in range(50):
+        world.run(0.2)
+        assert world.served.lease.may_record()
+
+
+def test_hosts_are_not_asked_while_the_membership_answers() -> None:
+    world = SleepyWorld(3)
+    world.run(LONG_S)
+    orders = [kind for holder in world.holders.values() for kind, _ in holder.orders[10:]]
+    assert "clock" not in orders
+
+
+def test_what_was_said_before_a_freeze_is_not_received_when_it_ends() -> None:
+    """The far side of a partition said it, and may have elected a newer controller since."""
+    world = without_membership()
+    world.is_frozen = True
+    world.run(1.2)
+    world.silence("h2")
+    assert any(isinstance(event, HostBeat) and event.host_id == "h2" for event in world.waiting)
+    world.run(LONG_S)
+    world.wake()
+    assert not world.recorded_within(10.0)
+
+
+def test_a_connection_that_ended_during_a_freeze_says_nothing_of_its_host() -> None:
+    """The holder may have given it up for a newer controller, or because it was not read (R17)."""
+    world = without_membership()
+    world.is_frozen = True
+    world.run(LONG_S)
+    world.silence("h2")
+    world.waiting.append(HostLost("h2", "connection reset"))
+    world.wake()
+    assert not world.recorded_within(10.0)
+
+
+def test_a_host_that_ended_before_the_eyes_of_its_controller_is_left_out() -> None:
+    """No other process was in charge: its process is gone, and the others decide (D45)."""
+    world = without_membership()
+    world.kill_host("h2")
+    world.run(LONG_S)
+    assert world.served.lease.may_record()
+
+
+def test_a_controller_that_wakes_blames_no_process_and_goes_on() -> None:
+    """What arrived counts against suspicion as ever (R28), and every host soon proves that it is here."""
+    world = without_membership()
+    world.is_frozen = True
+    world.run(LONG_S)
+    world.wake()
+    assert not world.served.lease.may_record()
+    assert {state.status for state in world.served.hosts.states.values()} == {"live"}
+    assert world.recorded_within(2.0)
+
+
+@pytest.mark.parametrize("clock_s", [1e12, float("nan")])
+def test_an_echo_of_what_was_never_sent_proves_nothing(clock_s: float) -> None:
+    world = without_membership()
+    reported = world.served.hosts.states["h2"].was_with_us_s
+    world._handle(HostBeat("h2", clock_s=clock_s))
+    assert world.served.hosts.states["h2"].was_with_us_s == reported
+
+
+def test_a_successor_waits_from_when_the_first_host_came_to_it() -> None:
+    """Up to then that host may have answered the predecessor that it was with it."""
+    world = SleepyWorld(2)
+    held: list[Callable[[], None]] = []
+    dial, world._dial = world._dial, lambda holder: held.append(lambda: dial(holder))  # type: ignore[method-assign]
+    world.crash_controller(restart_after_s=0.0)
+    world.run(2.5)
+    world._dial = dial  # type: ignore[method-assign]
+    began_s = world.now
+    for work in held:
+        work()
+    assert world.run_until(lambda: world.served.is_settled, 10.0)
+    assert world.now - began_s >= world.rules.outlast_s

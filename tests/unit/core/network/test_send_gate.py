@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memstore.core.network.send_gate import (
+from memstore.core.send_gate import (
     AVOID_S,
     HOLD_MAX_S,
     LOOK_S,

@@ -19,8 +19,7 @@ from memstore.core.report.metrics import (
     status_gauges,
 )
 from memstore.testing.controller.holder import host_stats
-from memstore.testing.controller.trained import trained
-from memstore.testing.controller.world import JOB, ControllerWorld
+from memstore.testing.controller.world import JOB, ControllerWorld, trained
 
 SERIES_OF_A_JOB = 64  # a store of a hundred jobs is some thousand series, for any number of ranks
 

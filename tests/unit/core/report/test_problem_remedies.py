@@ -15,8 +15,7 @@ from memstore.cli.status import check_code
 from memstore.core.report.metrics import Sample, status_gauges
 from memstore.core.report.problems import DEGRADED, NOTE, UNRECOVERABLE
 from memstore.testing.controller.holder import WRITES, DirectedRank
-from memstore.testing.controller.trained import trained
-from memstore.testing.controller.world import JOB, ControllerWorld
+from memstore.testing.controller.world import JOB, ControllerWorld, trained
 
 SPARE = {"memstore": "replica"}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 from math import comb
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -12,13 +13,19 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from memstore.cli.status import state_text
+from memstore.cli.timeline import AwaitedRun, run_text, timeline_rows
 from memstore.core.report.problems import DEGRADED, NOTE, UNRECOVERABLE, problems, worst
 from memstore.core.report.redundancy import COUNTED_SETS_MAX, Odds, held_for, survival, survival_odds
+from memstore.core.report.status import RANKS_NAMED_MAX
+from memstore.core.report.timeline import gone_steps, spans_of, steps_of
+from memstore.core.wire.replies import StepList
 from memstore.core.wire.status_rows import AttemptStatus, HostRow, HostStats, JobRow, ProblemRow, ShortRow, SurvivalRow
+from memstore.testing.controller.world import ControllerWorld, trained
 from memstore.testing.fuzz.messages import blank
 from placement.topology import Host, Topology
 from recovery.candidates import is_whole
-from recovery.inventory import Copy, ShardId, ShardSpec
+from recovery.inventory import Copy, ShardId, ShardSpec, StepId
+from recovery.lineage import Span
 
 CHUNKS = 3
 SPEC = ShardSpec("d" * 32, CHUNKS * 4096, 4096, CHUNKS, 2)
@@ -313,3 +320,200 @@ def test_a_dead_host_degrades_only_a_store_whose_ranks_were_there() -> None:
     assert found(job_row(rank_hosts={"0": "b", "1": "c"}), hosts=(dead,))[0].severity == NOTE
     assert found(job_row(phase="closed", closed_s=1.0), hosts=(dead,))[0].severity == NOTE
     assert found(hosts=(host_row("x", status="suspect", why="no heartbeat for 2 s"),))[0].severity == DEGRADED
+
+
+# -- short --------------------------------------------------------------------------------------------
+# Status names the ranks that lack copies, where the rest lies and where repair goes, or why it does not (R18, R29).
+
+
+def status(world: ControllerWorld) -> tuple[dict[str, Any], str]:
+    """The job's part of the status answer, and the cause of its first problem about copies."""
+    body = world.status()
+    causes = [row["cause"] for row in body["problems"] if "copies" in row["cause"] and row["about"] == "train"]
+    return body["jobs"][0], next(iter(causes), "")
+
+
+def test_the_ranks_that_a_dead_host_leaves_short_are_named_with_their_targets() -> None:
+    """First repair waits for the host, which may be back with its copies; then the copies go where it said."""
+    world, _ = trained(4, 3)
+    job, cause = status(world)
+    assert (job["short"], job["short_shards"], cause) == ([], 0, "")
+    world.kill_host("h1")
+    world.run(1.0)
+    job, cause = status(world)
+    assert job["short_shards"] == job["missing_copies"] > 0
+    assert sorted(rank for row in job["short"] for rank in row["ranks"]) == [
+        rank for rank in range(3) if len(world.holders_of(_step(world), rank)) < 2
+    ]
+    for row in job["short"]:
+        assert (row["attempt"], row["step"]) == (1, 1)
+        assert all(row["hosts"] == world.holders_of(_step(world), rank) for rank in row["ranks"])
+        assert len(row["targets"]) == 1
+        assert "h1 died within 5 s and may be back" in row["why_not"]
+    first = job["short"][0]
+    assert f"rank 0 on h0 only, to be rebuilt on {first['targets'][0]} (h1 died within 5 s" in cause
+    world.run(10.0)
+    assert status(world)[0]["short"] == []
+    assert all(
+        set(row["targets"]) <= set(world.holders_of(_step(world), rank))
+        for row in job["short"]
+        for rank in row["ranks"]
+    )
+
+
+def test_a_refusal_and_a_missing_host_are_the_reason_why_nothing_is_rebuilt() -> None:
+    """No third host: nothing may hold the copy. A host that refuses it is named with its reason."""
+    world, _ = trained(2, 2)
+    world.kill_host("h1")
+    world.run(10.0)
+    job, cause = status(world)
+    [row] = job["short"]
+    assert (row["ranks"], row["hosts"], row["targets"], row["why_not"]) == (
+        [0, 1],
+        ["h0"],
+        [],
+        "no other host may hold it",
+    )
+    assert "ranks 0, 1 on h0 only, not rebuilt: no other host may hold it" in cause
+    world, _ = trained(4, 3)
+    with patch.object(world.served.parts.repair, "consider", lambda now, job: None):
+        world.kill_host("h1")
+        world.run(10.0)
+        for rank in range(3):
+            for host in world.holders:
+                world.job().refusals[ShardId("train", 1, 1, rank), host] = "no room"
+        job, cause = status(world)
+    assert [(row["ranks"], row["hosts"], row["targets"]) for row in job["short"]] == [
+        ([0], ["h0"], []),
+        ([1], ["h2"], []),
+    ]
+    assert [row["why_not"] for row in job["short"]] == ["h3: no room", "h0: no room"]
+    assert "rank 0 on h0 only, not rebuilt: h3: no room" in cause
+
+
+def test_the_list_of_ranks_is_bounded() -> None:
+    """Of thousands of short ranks the first are named, so that a status stays small; the count is of all."""
+    world, _ = trained(2, 2)
+    world.kill_host("h1")
+    world.run(10.0)
+    rows = world.served.parts.status.short_rows(world.job(), dict.fromkeys(range(5000), 1))
+    assert sum(len(row.ranks) for row in rows) == RANKS_NAMED_MAX
+
+
+def _step(world: ControllerWorld) -> Any:
+    return world.job().newest_committed
+
+
+# -- gone ---------------------------------------------------------------------------------------------
+# Committed steps of which no byte is left are one line, not a row each; late hosts are awaited (R22, R24).
+
+
+LAST = 20
+
+
+def restarted(*lost: str) -> ControllerWorld:
+    """Two hosts and 20 committed steps, then everything is killed; hosts in `lost` come back without their memory."""
+    world, _ = trained(2, 2, last=LAST)
+    world.run(2.0)  # the step before is freed
+    world.crash_controller(restart_after_s=None)
+    for host in ("h0", "h1"):
+        world.kill_host(host, keep_memory=host not in lost)
+    return world
+
+
+def shown(world: ControllerWorld) -> StepList:
+    """The timeline of the job."""
+    return steps_of(world.served.state, world.served.parts.durable_states, world.job())
+
+
+def come_back(world: ControllerWorld, *hosts: str) -> None:
+    """Start a controller and the hosts, and wait until it serves."""
+    world.start_controller()
+    for host in hosts:
+        world.return_host(host)
+    world.run(10.0)
+
+
+def test_steps_that_retention_freed_are_one_row_after_a_restart() -> None:
+    """The journals know every commit; the newest has its bytes, all others are gone."""
+    world = restarted()
+    come_back(world, "h0", "h1")
+    body = shown(world)
+    assert [(row.step, row.state, row.copies) for row in body.steps] == [(LAST, "committed", 2)]
+    [span] = body.gone
+    assert (span.first, span.last, span.count, span.state) == (1, LAST - 1, LAST - 1, "gone")
+    assert run_text(span) == f"steps 1 to {LAST - 1} (attempt 1): gone, no copy in any tier"
+
+
+def test_a_lost_arena_leaves_no_row_of_a_step_without_a_byte() -> None:
+    """Both hosts are back, one with its journal and without the copies that matter: nothing is called committed."""
+    world = restarted()
+    world.holders["h0"].forget(*world.holders["h0"].held)
+    world.holders["h1"].forget(*world.holders["h1"].held)
+    come_back(world, "h0", "h1")
+    body = shown(world)
+    assert body.steps == []
+    assert [(span.first, span.last) for span in body.gone] == [(1, LAST)]
+    assert gone_steps(world.served.state, world.served.parts.durable_states, world.job()) == {
+        StepId(1, n) for n in range(1, LAST + 1)
+    }
+
+
+def test_a_host_that_has_not_come_is_waited_for() -> None:
+    """A step that only a late host may have is not gone: it says which host; once that is here it is."""
+    world = restarted()
+    world.holders["h0"].forget(*world.holders["h0"].held)
+    come_back(world, "h0")
+    body = shown(world)
+    assert body.gone == []
+    assert {(row.state, *row.waiting_for) for row in body.steps} == {("waiting", "h1")}
+    [job] = world.served.parts.status.answer().jobs
+    [(graph, line)] = [row for row in timeline_rows(job) if isinstance(row[1], AwaitedRun)]
+    assert (graph, run_text(line)) == ("*", f"steps 1 to {LAST} (attempt 1): no copy here, waiting for h1")
+    world.return_host("h1")
+    world.run(10.0)
+    body = shown(world)
+    assert [row.step for row in body.steps] == [LAST]
+    assert [(span.first, span.last) for span in body.gone] == [(1, LAST - 1)]
+
+
+def test_a_host_that_died_just_now_may_be_back_with_its_memory() -> None:
+    """Its steps are awaited until it is dead for good, as a get waits for it; then they are gone."""
+    world, _ = trained(2, 2, last=2)
+    for host in ("h0", "h1"):
+        world.kill_host(host)
+    assert [row.state for row in shown(world).steps] == ["waiting"]
+    world.run(2 * world.served.state.rules.dead_after_s)
+    assert (shown(world).steps, [span.last for span in shown(world).gone]) == ([], [2])
+
+
+def test_durable_storage_that_was_not_listed_yet_may_have_them() -> None:
+    """A new controller cannot list durable storage: no step is gone before it has."""
+    world, _ = trained(2, 2, last=2, durable="/ck", durable_every=100)
+    machine = world.served
+    assert machine.parts.durable_states.is_known(world.job())
+    for host in ("h0", "h1"):
+        world.holders[host].forget(*world.holders[host].held)
+    world.durable.problem = "not mounted"
+    world.crash_controller()
+    world.run(10.0)
+    assert not world.served.parts.durable_states.is_known(world.job())
+    rows = shown(world).steps
+    assert [(row.step, row.state) for row in rows] == [(2, "waiting"), (1, "waiting")]
+    assert all(row.waiting_for == ["durable storage"] for row in rows)
+
+
+def test_runs_end_at_real_steps_attempts_and_the_lineage() -> None:
+    """A run never spans what is there, another attempt or the end of the lineage; pins stay named."""
+    known = {StepId(1, n) for n in (0, 10, 20, 30, 40)} | {StepId(2, 35)}
+    gone = known - {StepId(1, 20)}
+    rows = spans_of(known, gone, (Span(2, None), Span(1, 30)), {StepId(1, 10): ["best"]})
+    assert [(row.attempt, row.first, row.last, row.count, row.in_lineage) for row in rows] == [
+        (2, 35, 35, 1, True),
+        (1, 40, 40, 1, False),
+        (1, 30, 30, 1, True),
+        (1, 0, 10, 2, True),
+    ]
+    assert [run_text(row) for row in rows[-1:]] == [
+        "2 steps from 0 to 10 (attempt 1): gone, no copy in any tier, pinned best"
+    ]

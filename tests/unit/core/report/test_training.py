@@ -10,10 +10,9 @@ from memstore.cli.output import ExitCode
 from memstore.cli.status import check_code
 from memstore.core.report.metrics import status_gauges
 from memstore.core.report.problems import CLOSED_SHOWN_S, DEGRADED, NOTE, STOPPED
-from memstore.core.schedule.step_pace import LAG_MIN_S, LATE_MIN_S, LATE_UNPACED_S, Pace
+from memstore.core.schedule import LAG_MIN_S, LATE_MIN_S, LATE_UNPACED_S, Pace
 from memstore.testing.controller.holder import DirectedRank
-from memstore.testing.controller.trained import trained
-from memstore.testing.controller.world import JOB, ControllerWorld
+from memstore.testing.controller.world import JOB, ControllerWorld, trained
 
 
 def rows(world: ControllerWorld, kind: str, job: str = JOB) -> list[dict[str, Any]]:

@@ -9,8 +9,7 @@ import pytest
 from memstore.core.restore.followers import ROOM_S, STEPS_MAX
 from memstore.core.wire.orders import Reserve
 from memstore.testing.controller.holder import DirectedRank
-from memstore.testing.controller.trained import trained
-from memstore.testing.controller.world import ControllerWorld
+from memstore.testing.controller.world import ControllerWorld, trained
 from recovery.inventory import StepId
 
 

@@ -8,8 +8,7 @@ from memstore.core.cluster.facts import StepRetired
 from memstore.core.journal.records import entry_from_record
 from memstore.core.wire.orders import RemoveStep
 from memstore.testing.controller.holder import DirectedRank
-from memstore.testing.controller.trained import trained
-from memstore.testing.controller.world import JOB, ControllerWorld
+from memstore.testing.controller.world import JOB, ControllerWorld, trained
 from memstore.testing.requests import request_of
 from recovery.inventory import StepId
 

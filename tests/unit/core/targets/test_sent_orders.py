@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import pytest
 
-from memstore.core.capacity import retention
+from memstore.core import capacity
 from memstore.core.cluster.facts import HostsJoined
 from memstore.core.journal import records
 from memstore.core.journal.records import entry_from_record
@@ -121,7 +121,7 @@ def test_a_journal_with_other_facts_between_is_written_again() -> None:
 
 def test_journals_shrink_without_being_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Holders are ordered what to keep; what is left is the controller's log, in its order, on every host (R16)."""
-    monkeypatch.setattr(retention, "JOURNAL_NBYTES_MIN", 4 << 10)
+    monkeypatch.setattr(capacity, "JOURNAL_NBYTES_MIN", 4 << 10)
     world = ControllerWorld(3)
     ranks = world.launch(3)
     world.get(ranks)

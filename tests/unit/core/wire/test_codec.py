@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from memstore import errors
-from memstore.core.network.send_gate import BATCH_CHUNKS_MAX, batches
+from memstore.core.send_gate import BATCH_CHUNKS_MAX, batches
 from memstore.core.wire import calls, codec, ids
 from memstore.core.wire import frame as wire
 from memstore.core.wire.error_message import ErrorMessage, decode_error

@@ -1,4 +1,13 @@
-"""Seals, the commit rule and skips; `retention.py` has the effect of a commit on older steps. Pure (R12, R15, R18)."""
+"""When a step is committed, and when it is given up on all ranks.
+
+The controller's machine hands it seals and skips.
+
+    open --every shard sealed on enough domains--> committing --fact spread--> committed [degraded]
+      |--a rank skipped, or can never be whole--> abandoned       degraded --copies rebuilt--> committed
+      '--a newer step committed--> superseded
+
+Seals, the commit rule and skips; `capacity.py` has the effect of a commit on older steps. Pure (R12, R15, R18).
+"""
 
 from __future__ import annotations
 
@@ -9,16 +18,14 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from memstore.core.capacity.reservations import Reservations
-from memstore.core.capacity.retention import Drops, Retention
+from memstore.core.capacity import Drops, Reservations, Retention
 from memstore.core.cluster.collective import attempt_of
 from memstore.core.cluster.effects import CommitApplied, Effects
 from memstore.core.cluster.facts import StepCommitted, StepSkipped
-from memstore.core.cluster.failures import mtbf_s
 from memstore.core.cluster.job import Attempt, AttemptMember, Call, Job
-from memstore.core.cluster.state import ClusterState
+from memstore.core.cluster.state import ClusterState, mtbf_s
 from memstore.core.journal.replication import Journal
-from memstore.core.schedule.put_interval import PutCosts, decide_steps, lead_end
+from memstore.core.schedule import PutCosts, decide_steps, lead_end
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.ids import WireShard

@@ -1,4 +1,11 @@
-"""Holds copies of puts back while a rank of this host has a collective under way (D87). Pure.
+"""When bytes of copies may leave a host, between its ranks' collectives, and in which portions they travel.
+
+The senders of `shell/holder`, `shell/peer` and `shell/rank` ask it. It touches no socket and reads no clock.
+
+    free --a rank begins a collective--> held --it ends, or 10 s--> free
+      '--a newer put of the rank begins, or 60 s--> let go
+
+Holds copies of puts back while a rank of this host has a collective under way (D87). Pure.
 
     rank    begin: writes the time into its mark        end: writes 0
               |                                           |

@@ -1,4 +1,8 @@
-"""The identity of a host: the id under which a machine's memory is known, and how a rank finds it (R1, R4).
+"""Which host and which life of its holder this is, and what the machine offers.
+
+Ranks, holders and tools ask it: the host id, the address that others should use, the limit of open files.
+
+The identity of a host: the id under which a machine's memory is known, and how a rank finds it (R1, R4).
 
 Imports neither torch nor ray. The id names a folder, so it is checked like a file name.
 """

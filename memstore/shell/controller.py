@@ -1,15 +1,17 @@
-"""The controller's shell: sessions to all holders, a clock, and the machine between them (R3, R16, R17).
+"""The controller's process: sessions to all holders, a clock, and the state machine between them.
 
-It dials every announced holder, feeds what they send to `ControllerMachine.handle`, and sends out the actions. One
-thread runs the machine; each session has one thread that reads and one that writes, so a stuck host
-blocks no other host. It never imports torch or ray.
+`on_ray` and test clusters start it; the cluster manager is behind the port `ClusterMembership`, so it knows no Ray.
+
+    dialled --authenticated--> session --inventory came--> up --connection ends, or declared dead--> dialled again
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import math
+import os
 import queue
 import sys
 import threading
@@ -26,6 +28,8 @@ from msgspec import structs
 from memstore.config import Config
 from memstore.core.cluster.state import Rules
 from memstore.core.controller.machine import ControllerMachine
+from memstore.core.report.event_kinds import ROUTINE, event_fields, level_of
+from memstore.core.report.recorder import RecentEvents
 from memstore.core.wire.calls import Called
 from memstore.core.wire.codec import encode, encode_frame, tag_of
 from memstore.core.wire.frame import Kind
@@ -47,11 +51,85 @@ from memstore.core.wire.messages import (
 from memstore.core.wire.orders import CallAnswered
 from memstore.core.wire.replies import Status
 from memstore.core.wire.reports import Heartbeat, HolderMessage, HostInventory, Outranked, decode_holder_message
+from memstore.core.wire.status_rows import EventRow
 from memstore.errors import MemstoreError, ProtocolError, TransportError
-from memstore.shell.controller.event_log import EventLog
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.tls import Tls
+
+# -- event log ----------------------------------------------------------------------------------------
+# Writes events as JSON lines and passes them to the metrics, on a thread of its own.
+#
+# Lines go through the logger `memstore.events`: INFO, but DEBUG for the one or two that every step leaves (put, commit,
+# durable), which would drown a console. MEMSTORE_EVENTS names a file that gets them all. The controller submits and
+# goes on: a disk that hangs costs lines, which are counted, never a decision.
+
+
+_events = logging.getLogger("memstore.events")
+WAITING_MAX = 4096
+CLOSE_S = 2.0
+
+
+class EventLog:
+    """Follows the event ring of one controller, over all its terms."""
+
+    def __init__(self, path: str | None = None) -> None:
+        self.path = os.environ.get("MEMSTORE_EVENTS", "") if path is None else path
+        self.dropped_count = 0  # came too fast for the writer
+        self.failed_count = 0  # could not be written
+        self.counters: list[Callable[[EventRow], None]] = []  # each gets every event that was not dropped
+        self._seen_seq = 0
+        self._problem = ""
+        self._waiting: queue.Queue[EventRow | None] = queue.Queue(WAITING_MAX)
+        self._thread = threading.Thread(target=self._run, name="memstore-events", daemon=True)
+        self._thread.start()
+
+    def take(self, recent_events: RecentEvents) -> None:
+        """Queue new events, dropping those beyond the writer's backlog; never waits."""
+        if recent_events.last_seq <= self._seen_seq:
+            return
+        for event in recent_events.since(self._seen_seq):
+            try:
+                self._waiting.put_nowait(event)
+            except queue.Full:
+                self.dropped_count += 1
+        self._seen_seq = recent_events.last_seq
+        recent_events.unwritten_count = self.dropped_count + self.failed_count
+
+    def close(self) -> None:
+        """Write what waits, as far as it can be written soon."""
+        try:
+            self._waiting.put(None, timeout=CLOSE_S)
+        except queue.Full:
+            return  # the writer hangs; it is a daemon
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        while (event := self._waiting.get()) is not None:
+            for work in (self._write, *self.counters):
+                try:
+                    work(event)
+                except Exception as exc:
+                    self._complain(exc)
+
+    def _write(self, event: EventRow) -> None:
+        level = logging.DEBUG if level_of(event.event) == ROUTINE else logging.INFO
+        if not self.path and not _events.isEnabledFor(level):
+            return
+        line = json.dumps(event_fields(event), ensure_ascii=False, default=str)
+        _events.log(level, "%s", line)
+        if self.path:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+    def _complain(self, exc: Exception) -> None:
+        """Log a fault once, not for every line."""
+        self.failed_count += 1
+        if str(exc) != self._problem:
+            self._problem = str(exc)
+            logging.getLogger("memstore").warning("an event could not be written or counted: %r", exc)
+
 
 # -- holder session -----------------------------------------------------------------------------------
 # A controller's session with one holder: its queue, and the threads that read and write (R16, R28).

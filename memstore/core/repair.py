@@ -1,4 +1,9 @@
-"""Missing copies of kept steps are rebuilt on the hosts placement names, newest first. Pure (R27, R29).
+"""How missing copies are made again, and surplus ones dropped.
+
+The controller's machine calls it when hosts, copies or steps change. It finds shards with too few copies, newest step
+first, and orders pushes; its `Substitutes` keep copies away from hosts that die often.
+
+Missing copies of kept steps are rebuilt on the hosts placement names, newest first. Pure (R27, R29).
 
 Only death starts repair. Copies that placement no longer names are dropped once the ones it names
 are there, so memory stays within what was reserved. Once a rank of the newest attempt is dead, none finishes its open
@@ -13,14 +18,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from memstore.core.capacity.reservations import Reservations
-from memstore.core.capacity.retention import Drops
+from memstore.core.capacity import Drops, Reservations
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import StepCommitted
 from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.step_lookup import redundant_steps
-from memstore.core.commit.commits import StepCommits
+from memstore.core.commits import StepCommits
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import PushCopy
