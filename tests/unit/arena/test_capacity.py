@@ -324,7 +324,7 @@ def test_up_prints_the_bill() -> None:
     hosts = [structs.replace(blank(HostRow), host=name, status="live", stats=stats) for name in ("h0", "h1")]
     lines = bill(hosts, {"durable": "/d"})
     assert lines == [
-        "h0, h1: up to 50.0 MiB (0.9 of what /dev/shm has free); fits a state of 10.0 MiB per host with replicas=2, "
+        "h0, h1: up to 50.0 MiB (0.9 of what /dev/shm has free); fits a state of 12.5 MiB per host with replicas=2, "
         "keep_steps=1",
         "warning: h0, h1: it is small",
     ]

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from memstore.core.arena.claimed_memory import Limit
+from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.replica_store import ReplicaStore
 from memstore.core.arena.slot_table import PeerShare
 from memstore.core.wire.codec import Message, encode
@@ -82,8 +83,8 @@ def test_two_offers_at_once_share_no_room(
     monkeypatch.setattr(replicas, "lock", moments)
     answers: list[Message] = []
 
-    def refusal(shard: ShardId, chunks_count: int) -> str | None:
-        why = real(shard, chunks_count)
+    def refusal(shard: ShardId, chunks_count: int, known: StoredReplica | None) -> str | None:
+        why = real(shard, chunks_count, known)
         if not answers and shard.rank == 1:
             moments.work = lambda: answers.append(offer(server, "c", ShardId("job", 1, 7, 2)))
         return why
