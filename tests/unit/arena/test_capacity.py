@@ -328,4 +328,4 @@ def test_up_prints_the_bill() -> None:
         "keep_steps=1",
         "warning: h0, h1: it is small",
     ]
-    assert "fits a state of 7.1 MiB per host with replicas=3, keep_steps=1" in bill(hosts, {"replicas": 3})[0]
+    assert "fits a state of 8.3 MiB per host with replicas=3, keep_steps=1" in bill(hosts, {"replicas": 3})[0]
