@@ -1,6 +1,6 @@
 """What can be rebuilt from what survived, and how fastest? Pure.
 
-Reading order: inventory, lineage, candidates, balance, transfers, planner, simulate, metrics.
+Reading order: inventory, lineage, candidates, balance, transfers, planner, metrics.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from recovery.candidates import Rejected
 from recovery.inventory import CommitFact, Copy, DurableMarker, Inventory, ShardId, ShardSpec, StepId
 from recovery.lineage import AttemptFact, Span, in_lineage, lineage
 from recovery.metrics import Event, ettr, expected_ettr
-from recovery.planner import RecoveryPlan, plan
-from recovery.simulate import lose, relaunch, what_if
+from recovery.planner import RecoveryPlan, lose, plan, relaunch, what_if
 from recovery.transfers import Transfer
 
 __all__ = [

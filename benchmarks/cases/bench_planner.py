@@ -17,8 +17,7 @@ from benchmarks.report.harness import Options, Record
 from placement import Host, Placement, Topology, place
 from recovery.inventory import CommitFact, Copy, DurableMarker, Inventory, ShardId, ShardSpec, StepId
 from recovery.lineage import Span
-from recovery.planner import RecoveryPlan
-from recovery.simulate import what_if
+from recovery.planner import RecoveryPlan, what_if
 
 HOSTS = (32768, 65536, 131072)
 LOST = 128

@@ -31,7 +31,7 @@ from benchmarks.rigs.stopwatch import descendants, timed
 from memstore.core.wire import codec
 from placement import place
 from recovery.lineage import Span
-from recovery.simulate import what_if
+from recovery.planner import what_if
 
 SMALL = ["--nbytes", str(2 << 20), "--rounds", "1", "--chunk-bytes", str(64 << 10)]
 

@@ -22,8 +22,16 @@ from memstore.testing.part_records import parts_of
 from memstore.testing.simulator.__main__ import main, parser
 from memstore.testing.simulator.planted.catalogue import BUGS
 from memstore.testing.simulator.run import campaign, faults, record
-from memstore.testing.simulator.run.campaign import RunOutcome, Summary, failure_text, play, replay_command, run, shrink
-from memstore.testing.simulator.run.simulation import Simulation
+from memstore.testing.simulator.run.campaign import (
+    RunOutcome,
+    Simulation,
+    Summary,
+    failure_text,
+    play,
+    replay_command,
+    run,
+    shrink,
+)
 from memstore.testing.simulator.world.scenario import Scenario, draw
 
 CORPUS = ROOT / "tests" / "simulator" / "corpus.jsonl"

@@ -13,8 +13,7 @@ from memstore.core.restore.single_read import job_of, newest_attempt
 from memstore.core.wire.calls import AskPlan
 from memstore.core.wire.replies import Plan
 from memstore.core.wire.status_rows import BytesByTier, OddsRow, RejectedStep, TransferRow
-from recovery.planner import RecoveryPlan
-from recovery.simulate import relaunch, what_if
+from recovery.planner import RecoveryPlan, relaunch, what_if
 
 
 class DryRuns:

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from memstore.core.targets.shared_shards import choose_writers
 from placement import Host, Placement, Topology, is_finer, place, rebalance, scattered, spread_level, survival_odds
 from placement.groups import STRATEGIES
-from placement.writers import choose_writers
 
 GROUP_STRATEGIES = ("mixed", "group", "ring")
 RACKS = st.lists(st.integers(1, 7), min_size=1, max_size=7)

@@ -695,7 +695,7 @@ def test_the_older_step_is_chosen_exactly_when_only_it_is_whole() -> None:
     assert fell_back
 
 
-# -- recovery simulate --------------------------------------------------------------------------------
+# -- recovery dry runs --------------------------------------------------------------------------------
 # Dry runs, metrics, and the planner at scale.
 
 
