@@ -80,8 +80,8 @@ def test_a_benchmark_compares_bytes_in_every_round_and_writes_its_ratios(
     main([*SMALL, "--only", name, "--without-ray", "--hosts", "shared", "--out", str(tmp_path)])
     rounds = 1 + Options().warmups
     assert len(seen) == contenders * rounds
-    body: dict[str, Any] = json.loads((tmp_path / f"{name}.json").read_text())
-    record, *others = body["records"]
+    body: dict[str, Any] = json.loads((tmp_path / results.RECORDS).read_text())
+    record, *others = body[name]
     assert [other["name"] for other in others] == (["restore, at most 256 MiB"] if name == "restore" else [])
     assert [ratio["name"] for ratio in record["ratios"]] == ratios
     assert all(len(values) == 1 and values[0] > 0 for values in record["seconds"].values())
