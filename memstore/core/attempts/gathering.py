@@ -93,8 +93,8 @@ class Gathering:
     markers_call: int = 0  # all ranks have come; the markers in durable storage are listed first (R31)
     listing_since_s: float = 0.0
     on_listed: Callable[[str], None] | None = None  # goes on, with why storage could not be read
-    was_unknown: bool = False  # all ranks have come; no host here knew the job then
-    late_hosts: frozenset[str] = frozenset()  # all ranks have come; announced hosts may know the job (R20)
+    knew: int | None = None  # all ranks have come; the job's newest attempt that a host here knew then, 0: none
+    late_hosts: frozenset[str] = frozenset()  # all ranks have come; announced hosts may know more of the job (R20)
     level_asked: str | None = None  # the spread of a job that had begun without them: their racks count (R18)
 
     @property

@@ -54,7 +54,7 @@ class AttemptNumbers:
         known = job.newest_number if job is not None else 0
         attempt_number = max([known, self.state.removed.get(name, 0), *unapplied]) + 1
         is_first = name not in self._opened
-        absent = (self._absent(known_job) if known_job is not None else self._late()) if is_first else set()
+        absent = self.absent(name) if is_first else set()
         self._opened.add(name)
         if not absent:
             return attempt_number
@@ -63,13 +63,13 @@ class AttemptNumbers:
         self.out.log(f"job {name!r}: attempt {attempt_number + LEFT_FREE} follows {known}: {why}", "warning")
         return attempt_number + LEFT_FREE
 
-    def _late(self) -> set[str]:
-        return self.state.expected_hosts - self.state.hosts.states.keys()
-
-    def _absent(self, job: Job) -> set[str]:
+    def absent(self, name: str) -> set[str]:
+        """Return the hosts that this controller has never seen and that may know launches of the job."""
+        job = self.state.known_job(name)
+        if job is None or job.newest is None:
+            return self.state.expected_hosts - self.state.hosts.states.keys()
         named = {host for fact in job.commits.values() for hosts in fact.hosts for host in hosts}
-        if job.newest is not None:
-            named |= {member.host_id for member in job.newest.members.values()}
+        named |= {member.host_id for member in job.newest.members.values()}
         return named - self.state.hosts.states.keys()
 
 
@@ -250,15 +250,15 @@ class Attempts:
     def _complete(self, now: float, name: str, gathering: Gathering) -> None:
         """Open the attempt for a complete launch, after listing the markers of what RAM may have forgotten (R31).
 
-        Of a job that no host here knows, hosts that are announced and have not come may know attempts and steps. If
-        the launch began without them, it would take the number of one of theirs, and start from nothing.
+        Hosts that are announced and have not come may know attempts and steps of a job that no host here knows, and
+        newer ones where they had its newest. A launch that began without them would go on from too old a step.
         """
         if self._is_asked_again(now, name, gathering):
             return
         late = self._late_hosts(now, name, gathering)
         if late and gathering.level_asked is None:
             gathering.level_asked = self._level_asked(gathering, ())
-            self.out.log(f"job {name!r}: its launch waits for {named_hosts(late)}, which may know the job")
+            self.out.log(f"job {name!r}: its launch waits for {named_hosts(late)}, {_why_late(self.state, name)}")
         gathering.late_hosts = late
         if late:
             return
@@ -269,13 +269,13 @@ class Attempts:
         self.list_markers(now, name, gathering, durable, lambda why: self._markers_listed(name, gathering, why))
 
     def _is_asked_again(self, now: float, name: str, gathering: Gathering) -> bool:
-        """Let the ranks of a complete launch join once more if a host has made the job known meanwhile (R20).
+        """Let the ranks of a complete launch join once more if a host has brought a newer attempt meanwhile (R20).
 
-        They may be in an attempt of it already, or be kept out by ranks that live on the host.
+        They may be in that attempt already, or be kept out by ranks that live on the host.
         """
-        is_known = self.state.known_job(name) is not None
-        if not is_known or not gathering.was_unknown:
-            gathering.was_unknown = not is_known
+        job = self.state.known_job(name)
+        before, gathering.knew = gathering.knew, job.newest_number if job is not None else 0
+        if before is None or gathering.knew <= before:
             return False
         self._join_again(now, name, gathering)
         return True
@@ -294,9 +294,10 @@ class Attempts:
 
     def _late_hosts(self, now: float, name: str, gathering: Gathering) -> frozenset[str]:
         """Return the hosts that a complete launch waits for."""
-        if self.state.known_job(name) is not None or gathering.joins[0].is_fresh or now >= gathering.opens_by_s:
+        late = self.view.late_hosts()
+        if not late or gathering.joins[0].is_fresh or now >= gathering.opens_by_s:
             return frozenset()
-        return frozenset(self.view.late_hosts() - self.state.hosts.states.keys())
+        return frozenset(late & self.unsigned.absent(name))
 
     def list_markers(
         self, now: float, name: str, gathering: Gathering, durable: DurablePlace, on_listed: Callable[[str], None]
@@ -642,7 +643,7 @@ def _gathering(state: ClusterState, name: str, gathering: Gathering) -> LaunchRo
         awaited = f"host {gathering.joins[0].call.host_id} to list what durable storage has of the job"
     elif gathering.late_hosts and not missing:
         until_s = min(gathering.opens_by_s, state.late_until_s)
-        awaited = f"{named_hosts(gathering.late_hosts)}, which may know the job"
+        awaited = f"{named_hosts(gathering.late_hosts)}, {_why_late(state, name)}"
     return LaunchRow(
         job=name,
         phase="listing" if gathering.markers_call else "gathering",
@@ -677,6 +678,10 @@ def _opening(state: ClusterState, attempts: Attempts, name: str, waiting: list[E
         is_rewind=isinstance(waiting[0].call.request, Rewind),
         left_s=left_s,
     )
+
+
+def _why_late(state: ClusterState, name: str) -> str:
+    return "which may know the job" if state.known_job(name) is None else "which may have newer steps"
 
 
 def _world_size(state: ClusterState, attempts: Attempts, name: str, waiting: list[Entrant]) -> int:

@@ -13,6 +13,7 @@ from unittest.mock import PropertyMock, patch
 from msgspec import structs
 
 from memstore.core import repair
+from memstore.core.attempts.join import Attempts
 from memstore.core.capacity import Retention
 from memstore.core.cluster.job import Call, Job, LeaseRoom
 from memstore.core.cluster.reading import Round
@@ -46,9 +47,13 @@ from recovery.inventory import ShardId, StepId
 from recovery.planner import plan
 
 COMMIT_RULE = StepCommits.commit_rule
-LATE_HOSTS = (  # both hosts of a shard are away after a restart of everything, within recovery_grace_s (R24)
-    Fault(6.0, "reboot-all", (0,), for_s=4.0),
-    Fault(6.55, "freeze-holder", (1,), for_s=3.9),
+HOSTS_AWAY = (  # both hosts of a shard are away while a launch has its get, within recovery_grace_s (R24)
+    Fault(5.0, "kill-rank"),
+    *(Fault(at_s, "kill-holder", (host,)) for at_s in (5.6, 6.65) for host in (0, 1)),
+)
+LATE_ALONE = (  # a step is committed on one host alone, which is the last one to come back (R20)
+    Fault(5.0, "kill-holder", (1,)),
+    Fault(5.4, "reboot-all", (0,), for_s=4.0),
 )
 SPARE_HOST_LOST = Fault(8.0, "kill-host", (2,), for_s=2.0)  # it has no ranks of its own, so no launch follows
 
@@ -214,13 +219,28 @@ def damaged_copy_counted(
         job.copies[step] = kept
 
 
-@planted("late-host-ignored", "R24", "I1", *LATE_HOSTS)
+@planted("late-host-ignored", "R24", "I1", *HOSTS_AWAY)
 def late_host_ignored() -> Any:
-    """A get after a restart of everything does not wait for hosts that are a few seconds late."""
+    """A get does not wait for hosts that had the newest step and are away for a few seconds."""
     return patch.object(ClusterView, "silent_hosts", lambda self, job: set())
 
 
-@planted("none-on-history", "R23", "I1", *LATE_HOSTS)
+@planted(
+    "launch-without-late-host",
+    "R20",
+    "I1",
+    *LATE_ALONE,
+    hosts=2,
+    world_size=1,
+    step_s=0.15,
+    at=(Attempts, "_late_hosts"),
+)
+def launch_without_late_host(real: Any, *args: Any) -> frozenset[str]:
+    """A launch after a restart of everything does not wait for a late host that may have gone on alone."""
+    return frozenset()
+
+
+@planted("none-on-history", "R23", "I1", *HOSTS_AWAY)
 @contextmanager
 def none_on_history() -> Iterator[None]:
     """get() returns None on a job with history when nothing is whole at the moment."""

@@ -469,7 +469,7 @@ def test_the_last_close_is_answered_once_it_is_recorded() -> None:
 
 
 # -- late hosts ---------------------------------------------------------------------------------------
-# A launch of a job that no host here knows waits for hosts that are on their way, then leaves them numbers (R20).
+# A launch waits for hosts that are on their way and may know more of its job, then leaves them numbers (R20).
 
 
 def restarted_without_memory() -> ControllerWorld:
@@ -579,8 +579,8 @@ def test_a_launch_that_only_connected_and_the_next_one_give_way_too() -> None:
     assert {(answer["attempt"], answer["step"]) for answer in world.get(ranks)} == {(1, 3)}
 
 
-def test_newer_history_of_a_known_job_is_what_the_next_launch_goes_on_from() -> None:
-    """h0 knows attempt 1, the late h1 attempt 2: a launch of h0 alone that got nothing gives way to attempt 2."""
+def went_on_alone() -> ControllerWorld:
+    """Return a cluster of two that was restarted: h0 is here and knows attempt 1, h1 is late and went on as 2."""
     world, _ = trained(2, last=3)
     world.kill_host("h0", keep_memory=True)
     world.run(7.0)
@@ -593,6 +593,51 @@ def test_newer_history_of_a_known_job_is_what_the_next_launch_goes_on_from() -> 
     world.return_host("h0")
     world.start_controller()
     assert world.run_until(lambda: world.served.is_settled, 20.0)
+    return world
+
+
+def test_a_launch_waits_for_a_late_host_that_went_on_alone() -> None:
+    """Attempt 2 ran on h1 while h0 was away: the launch after it goes on from there, and takes the next number."""
+    world = went_on_alone()
+    ranks = [world.join(rank, 2, "again", host="h0", takeover=True) for rank in range(2)]
+    world.run(2.0)
+    assert [row["awaited"] for row in world.status()["launches"]] == ["host h1, which may have newer steps"]
+    world.return_host("h1")
+    assert world.run_until(lambda: all(rank.attempt for rank in ranks), 5.0)
+    assert {rank.attempt for rank in ranks} == {3}
+    answers = world.get(ranks)
+    world.check_restored(answers)
+    assert {(answer["attempt"], answer["step"]) for answer in answers} == {(2, 5)}
+
+
+def test_a_launch_waits_for_the_only_host_that_knows_of_the_newest_commit() -> None:
+    """The holder of h1 was away for a moment, the step was committed on h0 alone, then all was restarted, h0 late."""
+    world = ControllerWorld(2)
+    ranks = [world.join(rank, 2, "k", host="h0") for rank in range(2)]
+    assert world.run_until(lambda: all(rank.attempt for rank in ranks), 5.0)
+    world.get(ranks)
+    assert world.put_all(ranks, 3)
+    world.kill_host("h1", keep_memory=True)
+    assert world.put_all(ranks, 4)
+    world.crash_controller(restart_after_s=None)
+    world.kill_host("h0", keep_memory=True)
+    world.return_host("h1")
+    world.start_controller()
+    assert world.run_until(lambda: world.served.is_settled, 20.0)
+    assert max(world.job().commits) == StepId(1, 3)
+    ranks = [world.join(rank, 2, "again", host="h1") for rank in range(2)]
+    world.run(2.0)
+    assert not ranks[0].attempt
+    world.return_host("h0")
+    assert world.run_until(lambda: all(rank.attempt for rank in ranks), 5.0)
+    answers = world.get(ranks)
+    world.check_restored(answers)
+    assert {(answer["attempt"], answer["step"]) for answer in answers} == {(1, 4)}
+
+
+def test_newer_history_of_a_known_job_is_what_the_next_launch_goes_on_from() -> None:
+    """h0 knows attempt 1, the late h1 attempt 2: a launch of h0 alone that got nothing gives way to attempt 2."""
+    world = went_on_alone()
     assert world.launch(2, takeover=True)[0].attempt == 1002
     world.return_host("h1")
     world.run(3.0)

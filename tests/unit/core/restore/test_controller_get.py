@@ -53,7 +53,7 @@ def test_a_get_waits_for_a_late_host_that_holds_the_newest_commit() -> None:
     world.crash_controller()
     world.run(4.0)
     ranks = [world.join(r, 2, "k", host="h0") for r in range(2)]
-    world.run(2.0)
+    assert world.run_until(lambda: all(rank.attempt for rank in ranks), 10.0)
     for rank in ranks:
         world.call(rank, "get", step=None, timeout_s=60.0)
     world.run(3.0)
@@ -524,6 +524,7 @@ def launched_after_no_commit() -> tuple[ControllerWorld, list[DirectedRank]]:
     world.start_controller()
     ranks = world.launch(3)
     world.return_host("h0")
+    assert world.run_until(lambda: world.served.hosts.is_live("h0"), 2.0)
     return world, ranks
 
 
