@@ -62,11 +62,11 @@ class ClaimedMemory:
         with self.lock:
             with self._index_lock:
                 needed, before = self._index.slots_needed(job, share), self._index.shares.get(job)
-                prepared, leased = self._index.prepared.get(job), self._index.leased_before(job, share.attempt)
+                prepared, beside = self._index.prepared.get(job), self._index.beside(job, share)
             try:
                 try:
-                    self.grow_to(needed + leased)
-                except CapacityError:  # then puts wait until the processes that leased these slots are gone
+                    self.grow_to(needed + beside)
+                except CapacityError:  # then puts wait for slots until processes of before, or a step, are gone
                     self.grow_to(needed)
             except CapacityError as exc:
                 raise CapacityError(f"{exc}. {self._asked(share)}", **vars(exc)) from exc

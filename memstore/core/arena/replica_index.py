@@ -304,19 +304,26 @@ class ReplicaIndex:
         unshared = sum(len(s.slots) for s in self.shards.values() if s.shard.job not in shared)
         return taken + unshared + self._claim_of(job, share)
 
-    def leased_before(self, job: str, attempt: int) -> int:
-        """Return the slots that processes of a job's older attempts have leased: while they live, these are theirs."""
-        return sum(
-            self.table.slots[number].attempt < attempt
+    def beside(self, job: str, share: PeerShare) -> int:
+        """Return the slots that a share is better off with, and can do without for a while (R10).
+
+        Those that living processes of older attempts have leased, and those of a kept step of another world size that
+        lies in the place of one version.
+        """
+        leased = sum(
+            self.table.slots[number].attempt < share.attempt
             for owner, numbers in self.table.leases.items()
             if self.lessees.get(owner, (job, 0))[0] == job
             for number in numbers
         )
+        return leased + min(self._foreign_count(job, share), share.of_version(share.total))
 
     def _claim_of(self, job: str, share: PeerShare) -> int:
         """A share and its kept step of another world size: beyond one version's place that comes on top (R10)."""
-        foreign = sum(len(s.slots) for s in self.shards.values() if s.shard.job == job and _is_foreign(s, share))
-        return share.total + max(0, foreign - share.of_version(share.total))
+        return share.total + max(0, self._foreign_count(job, share) - share.of_version(share.total))
+
+    def _foreign_count(self, job: str, share: PeerShare) -> int:
+        return sum(len(s.slots) for s in self.shards.values() if s.shard.job == job and _is_foreign(s, share))
 
     def spare_count(self) -> int:
         """Free slots that no present job's reservation or first put needs beside what its replicas lie in (R9)."""
