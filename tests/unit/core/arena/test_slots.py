@@ -276,6 +276,22 @@ def test_a_step_of_another_world_size_takes_no_ranks_part_of_the_share() -> None
     assert replica_index.leasable("job", 0, OWNERS[0]) == 0
 
 
+def test_beside_a_step_of_another_world_size_every_rank_has_a_place_for_one_version_first() -> None:
+    """The step lies in the place of one version: the rank that asks first may not lease both of its own (R10)."""
+    replica_index = ReplicaIndex(SlotTable(8))
+    stored(replica_index, SHARDS[0], 3)  # the helper's shards are of a world of 2
+    share = PeerShare(2, {0: 4, 4: 4}, peer_slots=0, world_size=8, versions=2)
+    replica_index.set_share("job", share)
+    assert (replica_index.slots_needed("job", share), replica_index.beside("job", share)) == (8, 3)
+    first, second = OWNERS[:2]
+    assert replica_index.leasable("job", 0, first) == 3
+    replica_index.table.lease(first, 3, attempt=2)
+    replica_index.lessees[first] = ("job", 0)
+    assert replica_index.leasable("job", 4, second) == 2
+    newer = PeerShare(3, {0: 4, 4: 4}, peer_slots=0, world_size=8, versions=2)
+    assert replica_index.beside("job", newer) == 3 + 3  # the first one's process lives, and is of an older attempt
+
+
 def test_what_fills_no_part_of_a_share_makes_none_of_it_spare() -> None:
     """Neither a kept step of another world size nor peers beyond their part leave a rank without slots (R9, R10)."""
     replica_index = ReplicaIndex(SlotTable(8))
