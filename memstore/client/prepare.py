@@ -92,7 +92,7 @@ class PutPreparation:
 
         Raises:
             CapacityError: A host has no room; on all ranks alike, or GrowthRefused where not all asked (R10).
-            CommitError: The job has a history that this attempt has not asked for (R19).
+            CommitError: The job has steps that this attempt has not asked for, or could not load (R19).
             GatherTimeout: Not every rank prepared or put.
             FencedError, ClosedError: It cannot become ready any more.
             TimeoutError: It was not ready within `timeout_s`; it goes on.

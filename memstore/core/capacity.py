@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from msgspec import structs
 
@@ -267,9 +268,8 @@ class RebuildRoom:
 
     slots_count: int
     used_s: float  # when it was last asked for: room that nobody asks for goes back
-    number: int = 0  # of the order that asked for it, or asked again without it
-    is_claimed: bool = False
-    is_refused: bool = False
+    number: int = 0  # of the order that asked for it, or the last one before it was asked again without it
+    state: Literal["asked", "claimed", "refused"] = "asked"
 
 
 class Reservations:
@@ -434,7 +434,7 @@ class Reservations:
         for host in sorted(hosts):
             ranks = local.get(host, {})
             rebuild = self.rebuilds.get((job.name, host))
-            rebuild_slots = rebuild.slots_count if rebuild is not None and not rebuild.is_refused else 0
+            rebuild_slots = rebuild.slots_count if rebuild is not None and rebuild.state != "refused" else 0
             order = Reserve(
                 job=job.name,
                 attempt=attempt.attempt_number,
@@ -460,11 +460,11 @@ class Reservations:
         """
         key = (job.name, host)
         room = self.rebuilds.get(key)
-        if room is None or (room.slots_count != slots_count and not room.is_refused):
+        if room is None or (room.slots_count != slots_count and room.state != "refused"):
             room = self.rebuilds[key] = RebuildRoom(slots_count, self.state.now)
             self.order(job, attempt, only=(host,))
             room.number = self.orders_count
-        if not room.is_refused:
+        if room.state != "refused":
             room.used_s = self.state.now
         return room
 
@@ -554,8 +554,8 @@ class Reservations:
             self.sent_orders.refused(host_id, Reserve, report.job)
             if self._is_asked_for_less(host_id, report):
                 return
-        elif rebuild is not None and not rebuild.is_refused and number >= rebuild.number:
-            rebuild.is_claimed = True
+        elif rebuild is not None and rebuild.state == "asked" and number >= rebuild.number:
+            rebuild.state = "claimed"
         claims = [c for n, c in self.claims.items() if c.job == report.job and n <= number and host_id in c.waits]
         for claim in claims:
             claim.waits.discard(host_id)
@@ -579,19 +579,19 @@ class Reservations:
 
         First without room for copies in other hosts' stead, then without the pinned copies that are to move.
         """
-        key, asked = (report.job, host_id), self.orders_count
-        job = self.state.jobs.get(report.job)
+        key, asked, number = (report.job, host_id), self.orders_count, report.number.number
+        job, rebuild = self.state.jobs.get(report.job), self.rebuilds.get(key)
         attempt = job.newest if job is not None else None
-        if job is None or attempt is None or attempt.attempt_number != report.attempt or report.is_fault:
-            return False
-        rebuild = self.rebuilds.get(key)
-        if rebuild is not None and not rebuild.is_refused:
-            rebuild.is_refused, rebuild.is_claimed, rebuild.number = True, False, asked
+        is_current = attempt is not None and attempt.attempt_number == report.attempt and not report.is_fault
+        if rebuild is not None and rebuild.state == "refused" and number <= rebuild.number:
+            return True  # the answer to an order that asked for it as well
+        if job and attempt and is_current and rebuild is not None and rebuild.state != "refused":
+            rebuild.state, rebuild.number = "refused", asked
             return bool(self.order(job, attempt, only=(host_id,)))
-        if rebuild is not None and report.number.number <= rebuild.number:
-            return True  # of an order that asked for it as well
         if key in self.tight:
-            return report.number.number <= self.tight[key]
+            return number <= self.tight[key]
+        if job is None or attempt is None or not is_current:
+            return False
         if host_id not in self._pinned_elsewhere(job, attempt, PeerHostLookup(self.view, job, attempt)):
             return False
         self.tight[key] = asked

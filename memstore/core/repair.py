@@ -153,8 +153,8 @@ class Substitutes:
         if taken > most:
             return False
         room = self.room.room_to_rebuild(job, attempt, host, most)
-        self._is_asked = self._is_asked or not (room.is_claimed or room.is_refused)
-        return room.is_claimed or (is_there and not room.is_refused)
+        self._is_asked = self._is_asked or room.state == "asked"
+        return room.state == "claimed" or (is_there and room.state == "asked")
 
     def pushed(self, shard: ShardId, target: str) -> None:
         """Note a copy that was ordered meanwhile."""

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from memstore.core.arena.slot_table import share_of
 from memstore.core.cluster.job import Job
 from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.messages import HostLost
-from memstore.core.wire.orders import DropJob, FreeCopies, PushCopy
+from memstore.core.wire.orders import DropJob, FreeCopies, PushCopy, Reserve
 from memstore.core.wire.reports import Fenced, Sealed
-from memstore.testing.controller.holder import CHUNKS, DirectedRank
+from memstore.testing.controller.holder import CHUNKS, DirectedHolder, DirectedRank
 from memstore.testing.controller.world import JOB, ControllerWorld, trained
 from recovery.inventory import Copy, ShardId, ShardSpec, StepId
 
@@ -272,6 +273,27 @@ def test_a_host_that_dies_often_keeps_no_step_at_one_copy(hosts: int) -> None:
         assert len(trusted) == 2, f"rank {rank}"
     world.run(600.0)
     assert [len(world.holders_of(step, rank)) for rank in range(hosts)] == [2] * hosts
+
+
+def test_a_host_that_has_no_room_beside_its_share_stands_in_for_nobody() -> None:
+    """It refuses the room, keeps its share, and the host that dies often is sent the copies after all (R10, D293)."""
+    world, _ = trained(3, last=2)
+    for host in ("h0", "h2"):
+
+        def limited(order: Reserve, holder: DirectedHolder = world.holders[host]) -> None:
+            holder.refuses_room = "full" if share_of(order).total > 4 * CHUNKS else ""
+            holder.carry_out(order)
+
+        world.holders[host].instead[Reserve] = limited
+    for _ in range(3):
+        world.kill_host("h1")
+        world.run(0.2)
+        world.return_host("h1")
+        world.run(0.1)
+    world.run(20.0)
+    assert {room.state for room in world.served.parts.room.rebuilds.values()} == {"refused"}
+    assert all(world.holders[host].rooms[JOB].total == 4 * CHUNKS for host in ("h0", "h2"))
+    assert [len(world.holders_of(StepId(1, 2), rank)) for rank in range(3)] == [2, 2, 2]
 
 
 @pytest.mark.parametrize("hosts", [2, 3])

@@ -326,9 +326,8 @@ def test_a_notice_after_a_cancel_that_is_still_under_way_counts() -> None:
     assert world.served.state.is_draining("h1")
 
 
-def test_two_copies_on_one_machine_are_one_elsewhere() -> None:
-    """Both other hosts hold the shard and lie in one machine: losing that is losing both, so h0 must not go."""
-    world = ControllerWorld(3)
+def beside_one_machine(world: ControllerWorld) -> DirectedRank:
+    """Put h1 and h2 into one machine; return the one rank of a job, on h0."""
     for name in ("h1", "h2"):
         holder = world.holders[name]
         holder.state.info = replace(holder.info, machine="m-shared")
@@ -338,6 +337,13 @@ def test_two_copies_on_one_machine_are_one_elsewhere() -> None:
     rank = world.join(0, 1, "launch", host="h0")
     world.run(3.0)
     world.get([rank])
+    return rank
+
+
+def test_two_copies_on_one_machine_are_one_elsewhere() -> None:
+    """Both other hosts hold the shard and lie in one machine: losing that is losing both, so h0 must not go."""
+    world = ControllerWorld(3)
+    rank = beside_one_machine(world)
     assert world.put_all([rank], 1)
     [copy] = [copy for host, copy in world.job().copies[StepId(1, 1)][0].items() if host == "h0"]
     for name in ("h1", "h2"):
@@ -446,15 +452,7 @@ def test_storage_that_fails_is_tried_again_and_the_host_says_why_it_cannot_go() 
 def test_hosts_of_one_machine_that_stay_are_too_few() -> None:
     """Two hosts stay and can hold no two copies apart: the kept step is written, and then h0 can go."""
     world = ControllerWorld(3, **DURABLE)
-    for name in ("h1", "h2"):
-        holder = world.holders[name]
-        holder.state.info = replace(holder.info, machine="m-shared")
-        world.kill_host(name, keep_memory=True)
-        world.return_host(name)
-    world.run(3.0)
-    rank = world.join(0, 1, "launch", host="h0")
-    world.run(3.0)
-    world.get([rank])
+    rank = beside_one_machine(world)
     for step in (1, 2):
         assert world.put_all([rank], step)
         world.run(2.0)
