@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from placement.groups import Placement, ReplicaGroup, Strategy, Unmet, place
-from placement.odds import survival_odds
+from placement.odds import group_odds, survival_odds
 from placement.rebalance import Move, Rebalanced, rebalance
 from placement.scatter import scattered
 from placement.topology import Host, SpreadLevel, Topology, is_finer, spread_level
@@ -18,6 +18,7 @@ __all__ = [
     "Strategy",
     "Topology",
     "Unmet",
+    "group_odds",
     "is_finer",
     "place",
     "rebalance",

@@ -8,7 +8,7 @@ Pure: no torch, ray, socket, clock, environment or file access. Read README.md f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fractions import Fraction
 from math import comb
 
@@ -22,8 +22,9 @@ def survival_odds(placement: Placement, lost_count: int) -> Fraction:
 
     Hosts that share no copies survive independently of one another, so the numbers of harmless
     sets multiply like polynomials: sum over j of (harmless sets of j hosts) x**j, per component.
-    Groups and rings have closed forms; components of other shapes (after `rebalance`, or pairs
-    redirected for lack of room) are counted, if small.
+    If no more hosts are lost than the least number of copies, each set of them holds at most one
+    fatal set, and these are counted. Groups and rings have series of their own; components of other
+    shapes (after `rebalance`, or pairs redirected for lack of room) are counted, if small.
 
     Args:
         placement: `targets` is what counts, and those of all placements beside it; `groups` is not consulted.
@@ -34,16 +35,16 @@ def survival_odds(placement: Placement, lost_count: int) -> Fraction:
 
     Raises:
         ValueError: lost_count is out of range, or an irregular component has more than
-            IRREGULAR_HOSTS_MAX hosts (of several placements: only if more hosts are lost than there are copies).
+            IRREGULAR_HOSTS_MAX hosts and more hosts are lost than the least number of copies.
 
-    Complexity: O(k) big-number operations for each of the groups of one size, O(k**2) for each
-        further size, ring or irregular component.
-    Source: inclusion-exclusion over groups as restated from Gemini (SOSP 2023); the ring count
-        is the cycle lemma on gaps between survivors; the product is ours.
+    Complexity: O(hosts x copies) for the fatal sets; else O(k**2) big-number operations for each
+        ring or irregular component, and O(k**2 log groups) for the groups of one size.
+    Source: the ring count is the cycle lemma on gaps between survivors; the product is ours.
     """
-    hosts_count = _check(placement, lost_count)
-    fatal = fatal_sets(placement) if placement.scattered else set()
-    if fatal and lost_count <= min(map(len, fatal)):  # each set of so many hosts holds at most one fatal set
+    hosts_count = len(placement.targets)
+    _check(hosts_count, lost_count)
+    fatal = fatal_sets(placement)
+    if fatal and lost_count <= min(map(len, fatal)):
         return 1 - Fraction(sum(len(each) == lost_count for each in fatal), comb(hosts_count, lost_count))
     total = [1] + [0] * lost_count
     group_sizes: Counter[int] = Counter()
@@ -56,7 +57,30 @@ def survival_odds(placement: Placement, lost_count: int) -> Fraction:
         else:
             total = _product(total, _irregular_series(members, placement, lost_count))
     for size, count in sorted(group_sizes.items()):
-        total = _product(total, _groups_series(size, count, lost_count))
+        total = _product(total, _groups_series(size, count, size - 1, lost_count))
+    return Fraction(total[lost_count], comb(hosts_count, lost_count))
+
+
+def group_odds(sizes: Iterable[int], tolerated: int, lost_count: int) -> Fraction:
+    """Return the chance that no group loses more than `tolerated` hosts when `lost_count` random hosts are lost.
+
+    Args:
+        sizes: Hosts of each group; no host is in two.
+        tolerated: Hosts that each group may lose: p of parity over k + p hosts, m - 1 of m copies.
+        lost_count: Hosts lost together, 0 <= lost_count <= sum of the sizes.
+
+    Raises:
+        ValueError: lost_count is out of range.
+
+    Complexity: O(lost_count**2 log groups) big-number operations for the groups of each size.
+    Source: ours.
+    """
+    counts = Counter(sizes)
+    hosts_count = sum(size * count for size, count in counts.items())
+    _check(hosts_count, lost_count)
+    total = [1] + [0] * lost_count
+    for size, count in sorted(counts.items()):
+        total = _product(total, _groups_series(size, count, tolerated, lost_count))
     return Fraction(total[lost_count], comb(hosts_count, lost_count))
 
 
@@ -65,22 +89,24 @@ def fatal_sets(placement: Placement) -> set[frozenset[str]]:
     return {frozenset((owner, *held)) for each in placement.placements for owner, held in each.targets.items()}
 
 
-def _check(placement: Placement, lost_count: int) -> int:
-    hosts_count = len(placement.targets)
+def _check(hosts_count: int, lost_count: int) -> None:
     if not 0 <= lost_count <= hosts_count:
         raise ValueError(f"lost_count is {lost_count}, must be between 0 and the {hosts_count} hosts placed")
-    return hosts_count
 
 
-def _groups_series(size: int, count: int, degree: int) -> list[int]:
-    """Return the coefficients of ((1+x)**size - x**size)**count: no group is lost whole."""
-    return [
-        sum(
-            (-1) ** whole * comb(count, whole) * comb(size * (count - whole), lost - size * whole)
-            for whole in range(min(count, lost // size) + 1)
-        )
-        for lost in range(degree + 1)
-    ]
+def _groups_series(size: int, count: int, tolerated: int, degree: int) -> list[int]:
+    """Return the coefficients of ((1+x)**size without terms above x**tolerated)**count: each loses no more than that.
+
+    The power is the product of the squares that the bits of `count` name.
+    """
+    square = [comb(size, lost) if lost <= tolerated else 0 for lost in range(degree + 1)]
+    series = [1] + [0] * degree
+    while count:
+        if count & 1:
+            series = _product(series, square)
+        count >>= 1
+        square = _product(square, square) if count else square
+    return series
 
 
 def _ring_series(hosts_count: int, replicas: int, degree: int) -> list[int]:

@@ -784,5 +784,6 @@ def test_limits_are_refused_by_name() -> None:
         with pytest.raises(ValueError, match=f"lost_count is {lost}, must be between 0 and the 4 hosts"):
             survival_odds(placement, lost)
     star = {f"h{at}": ("h0",) if at else ("h1",) for at in range(30)}
+    assert survival_odds(Placement(star, (), "host", 2, 2), 2) == 1 - Fraction(29, comb(30, 2))
     with pytest.raises(ValueError, match=r"30 hosts share copies .* up to 24"):
-        survival_odds(Placement(star, (), "host", 2, 2), 2)
+        survival_odds(Placement(star, (), "host", 2, 2), 3)
