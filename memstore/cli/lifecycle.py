@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from memstore.cli.bill import Terms, bill_json, bill_of, limit_lines, show_bill
 from memstore.cli.options import (
     Seconds,
     Where,
@@ -17,7 +18,17 @@ from memstore.cli.options import (
     store_options,
     where_options,
 )
-from memstore.cli.output import ExitCode, count_text, data_console, plain_table, plural, print_json, say, size_text
+from memstore.cli.output import (
+    ExitCode,
+    count_text,
+    data_console,
+    plain_table,
+    plural,
+    print_json,
+    say,
+    size_text,
+    words_console,
+)
 from memstore.config import Config
 from memstore.core.report.problems import drain_text
 from memstore.core.wire.calls import DrainHost
@@ -76,36 +87,20 @@ def up(
         time.sleep(POLL_S)
         body = where.status()
     live = [host.host for host in body.hosts if host.status == "live"]
+    terms = Terms.of(body.job_defaults)
+    rows = bill_of(body.hosts, body.failure_domains, terms)
     if as_json:
-        print_json({"store": config.store, "hosts": live, "jobs": [job.job for job in body.jobs]})
+        jobs = [job.job for job in body.jobs]
+        print_json({"store": config.store, "hosts": live, "jobs": jobs, "bill": bill_json(rows, terms)})
         return
     words = f"store {config.store} is up on {plural(len(live), 'host')}: {', '.join(live[:10])}"
     say(words + (f" and {len(live) - 10} more" if len(live) > 10 else ""))
-    for line in bill(body.hosts, body.job_defaults):
+    for line in limit_lines(body.hosts, terms):
         say(line)
+    show_bill(words_console(), rows, terms)
     adopted = [job.job for job in body.jobs]
     if adopted:
         say(f"it holds {plural(len(adopted), 'job')}: {', '.join(adopted[:10])}")
-
-
-def bill(hosts: list[HostRow], job_defaults: dict[str, Any]) -> list[str]:
-    """Return the arenas' limits, their reasons, and what fits: a line for each kind of host, and warnings."""
-    replicas = job_defaults.get("replicas", Config.replicas)
-    keep_steps = job_defaults.get("keep_steps", Config.keep_steps)
-    versions = replicas * (keep_steps + 1)  # of one host's state
-    kinds: dict[tuple[Any, ...], list[str]] = {}
-    for host in hosts:
-        stats = host.stats
-        if host.status == "live" and stats is not None:
-            limit, fits = size_text(stats.limit_bytes), size_text(stats.limit_bytes // versions)
-            kinds.setdefault((limit, fits, stats.limit_why, stats.limit_warning), []).append(host.host)
-    lines = []
-    for (limit, fits, why, warning), names in kinds.items():
-        who = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        terms = f"replicas={replicas}, keep_steps={keep_steps}"
-        lines.append(f"{who}: up to {limit} ({why}); fits a state of {fits} per host with {terms}")
-        lines += [f"warning: {who}: {warning}"] if warning else []
-    return lines
 
 
 def store_config(config: Config, fields: dict[str, Any]) -> Config:

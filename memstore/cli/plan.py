@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from memstore.cli.bill import Terms, bill_json, bill_of, show_bill
 from memstore.cli.options import Where, check_host, where_options
 from memstore.cli.output import ExitCode, data_console, plain_table, plural, print_json, size_text
 from memstore.cli.timeline import run_text
@@ -42,14 +43,21 @@ class LoseManyCommand(click.Command):
     metavar="HOST...",
     help="Hosts to lose: names, or a whole failure domain such as rack=r1. Takes several.  [default: none]",
 )
+@click.option("--bill", is_flag=True, help="Compare what copies and parity would cost on these hosts; needs no job.")
 @where_options
 @click.pass_context
-def plan(ctx: click.Context, where: Where, job: str | None, lose: tuple[str, ...], as_json: bool) -> None:
+def plan(ctx: click.Context, where: Where, job: str | None, lose: tuple[str, ...], bill: bool, as_json: bool) -> None:
     """Say what `get()` would return now, from where, and what would be lost; with --lose, if those hosts died now.
 
-    Exits with 0 if the newest committed step comes back, 4 if only an older one does, 3 if nothing does.
+    Exits with 0 if the newest committed step comes back, 4 if only an older one does, 3 if nothing does. With --bill:
+    memory, network and odds of schemes of redundancy, with JOB's replicas, keep_steps and durable if it is given.
     """
+    if bill and lose:
+        raise click.UsageError("--bill compares schemes, --lose asks about the copies that there are: give one of them")
     status = where.status(job)
+    if bill:
+        _show_bill(status, job, as_json)
+        return
     names = [job] if job is not None else [row.job for row in status.jobs]
     hosts = lost_hosts(status, lose)
     if not names:
@@ -145,6 +153,17 @@ def odds_text(lost_count: int, chance: float, *, is_exact: bool) -> str:
         return f"any {plural(lost_count, 'host')} at once: no chance to keep"
     bound = "" if is_exact else "at least "
     return f"{plural(lost_count, 'random host')} at once: {bound}{chance:.2%} chance to keep"
+
+
+def _show_bill(status: Status, job: str | None, as_json: bool) -> None:
+    newest = next((row.newest for row in status.jobs if row.job == job), None)
+    own = {} if newest is None else fields_of(newest)
+    terms = Terms.of(status.job_defaults, own)
+    rows = bill_of(status.hosts, status.failure_domains, terms)
+    if as_json:
+        print_json({"bill": bill_json(rows, terms)})
+    else:
+        show_bill(data_console(), rows, terms)
 
 
 def _show(plan: Plan) -> None:

@@ -44,7 +44,9 @@ def test_up_and_down_and_what_is_left(shared_cluster: EmbeddedCluster) -> None:
     assert "can ever be had here" in refused, refused
     assert not root.exists() or not any(root.glob("*/arena")), "no holder of it stays"
     assert run(*start, "--wait", "4")["hosts"] == hosts  # a smaller --arena-bytes, as it was ordered
-    assert run("up")["hosts"] == hosts  # what is not given need not be the running store's
+    again = run("up")
+    assert again["hosts"] == hosts  # what is not given need not be the running store's
+    assert [row["memory"] for row in again["bill"] if row["is_configured"]] == [6.0]
     assert run(*start)["hosts"] == hosts
     other = run("up", "--arena-bytes", "32MiB", "--interface", "127.0.0.1", code=1)["said"]
     assert "arena_bytes: 64.0 MiB runs, 32.0 MiB asked" in other

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from msgspec import structs
 
 from memstore.cli import main
-from memstore.cli.lifecycle import bill
+from memstore.cli.bill import Terms, limit_lines
 from memstore.config import Config
 from memstore.core.wire.status_rows import HostRow
 from memstore.errors import ConfigError
@@ -322,10 +322,12 @@ def test_up_prints_the_bill() -> None:
         host_stats(limit_bytes=50 * MIB), limit_why="0.9 of what /dev/shm has free", limit_warning="it is small"
     )
     hosts = [structs.replace(blank(HostRow), host=name, status="live", stats=stats) for name in ("h0", "h1")]
-    lines = bill(hosts, {"durable": "/d"})
-    assert lines == [
+    assert limit_lines(hosts, Terms()) == [
         "h0, h1: up to 50.0 MiB (0.9 of what /dev/shm has free); fits a state of 12.5 MiB per host with replicas=2, "
         "keep_steps=1",
         "warning: h0, h1: it is small",
     ]
-    assert "fits a state of 8.3 MiB per host with replicas=3, keep_steps=1" in bill(hosts, {"replicas": 3})[0]
+    for given, words in (({"replicas": 3}, "replicas=3, keep_steps=1"), ({"durable": "/d"}, "keep_steps=1, durable")):
+        [line, _] = limit_lines(hosts, Terms.of(given))
+        assert "fits a state of 8.3 MiB per host" in line
+        assert line.endswith(words)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 import pytest
 from cli_store import STEPS, Desk, cells, open_store, run, run_json
 
+from memstore.cli.bill import chance_text
 from memstore.core.wire.orders import VerifyCopies
 from memstore.core.wire.reports import CopiesVerified
 from memstore.testing.clusters.processes import ProcessCluster
@@ -231,6 +233,66 @@ def test_plan_without_hosts_says_what_get_would_do_now(store: ProcessCluster) ->
     assert "0 committed steps lost" in result.stdout
     body = run_json(store, "plan", "llama3-8b")
     assert (body["lost_hosts"], [plan["outcome"] for plan in body["plans"]]) == ([], ["whole"])
+
+
+@pytest.fixture
+def racked(monkeypatch: pytest.MonkeyPatch) -> Desk:
+    """Ten hosts in five racks; the job "train" keeps two steps and is durable."""
+    labels = {f"h{n}": {"rack": f"r{n % 5}"} for n in range(10)}
+    world = ControllerWorld(10, labels=labels, keep_steps=2, durable="/durable")
+    ranks = world.launch(2)
+    return Desk(monkeypatch, world, ranks[0])
+
+
+def test_the_bill_compares_schemes_on_the_racks_of_the_store(racked: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a job's name the store's settings count; five racks take 4+1, and the row of 8+1 says what it needs."""
+    monkeypatch.setenv("COLUMNS", "80")
+    screen = racked.run("plan", "--bill").stdout
+    assert max(map(len, screen.splitlines())) <= 80
+    assert cells(screen, "2 copies") == ["2 copies *", "4x", "1x", "1", "11%", "33%", "62%", "any 1 rack"]
+    assert cells(screen, "parity 4+1") == ["parity 4+1", "2.5x", "1x", "4", "44%", "100%", "100%", "any 1 rack"]
+    assert cells(screen, "parity 8+1")[4:] == ["-", "-", "-", "needs 9 racks, has 5"]
+    said = " ".join(screen.split())
+    assert "keeps the promise of 1+p copies, any p losses, in less memory, and has worse odds beyond it" in said
+    assert "cannot be configured yet" in said
+
+
+def test_the_bill_of_a_job_counts_its_settings(racked: Desk) -> None:
+    """Two kept steps, the one in flight and the one that durable storage reads are four versions."""
+    rows = {row["scheme"]: row for row in json.loads(racked.run("plan", "train", "--bill", "--json").stdout)["bill"]}
+    assert (rows["2 copies"]["memory"], rows["parity 4+1"]["memory"]) == (8, 5)
+    assert [name for name, row in rows.items() if row["is_configured"]] == ["2 copies"]
+    assert rows["parity 4+1"]["fatal"]["2"] == pytest.approx(4 / 9)
+    assert "--bill compares schemes" in racked.run("plan", "--bill", "--lose", "h1").stderr
+
+
+def test_the_bill_needs_no_job_and_no_dead_host(racked: Desk) -> None:
+    """What a restart would get is not asked: a store without a job has a bill, of the hosts that live."""
+    assert racked.run("rm", "train", "--yes", "--force").exit_code == 0
+    racked.world.kill_host("h4")
+    racked.world.kill_host("h9")
+    racked.world.run(10.0)
+    assert racked.run("plan").exit_code == 1
+    result = racked.run("plan", "--bill")
+    assert result.exit_code == 0, result.output
+    assert "needs 5 racks, has 4" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("chance", "text"),
+    [
+        (None, "-"),
+        (Fraction(0), "0"),
+        (Fraction(1, 10**9), "1e-07%"),
+        (Fraction(84, 10_000), "0.84%"),
+        (Fraction(199, 1000), "20%"),
+        (Fraction(999, 1000), "99%"),
+        (Fraction(1), "100%"),
+    ],
+)
+def test_a_chance_is_sure_only_if_it_is(chance: Fraction | None, text: str) -> None:
+    """Two digits, and neither 0 nor 100 % by rounding."""
+    assert chance_text(chance) == text
 
 
 # -- answers ------------------------------------------------------------------------------------------
