@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import io
 import re
 import tokenize
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from memstore import config
+from memstore.cli.bill import Terms, show_bill
 from memstore.config import GIB, KIB, MIB, Config
 from memstore.testing.faults.catalogue import KINDS
+from placement import Host, Topology
+from placement.bill import bill
 
 ROOT = Path(__file__).resolve().parents[1]
 PART = re.compile(r"<!-- generated: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
@@ -131,6 +137,15 @@ def rooms_table(package: str) -> str:
     return "\n".join(["```", *picture, "```", "", *head, *rows])
 
 
+def bill_screen() -> str:
+    """Return what `memstore plan --bill` prints for twelve hosts in each of ten racks."""
+    screen, terms = io.StringIO(), Terms()
+    hosts = (Host(f"h{at}", {"rack": f"r{at % 10}"}) for at in range(120))
+    rows = bill(Topology.of(hosts), terms.scheme, versions=terms.versions)
+    show_bill(Console(file=screen, width=80), rows, terms)
+    return "\n".join(["```text", *map(str.rstrip, screen.getvalue().splitlines()), "```"])
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "config_store": lambda: config_table(is_store=True),
     "config_job": lambda: config_table(is_store=False),
@@ -139,6 +154,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "rooms_drills": lambda: rooms_table("drills"),
     "rooms_testing": lambda: rooms_table("testing"),
     "faults": faults_table,
+    "bill": bill_screen,
 }
 
 
