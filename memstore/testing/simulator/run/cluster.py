@@ -18,7 +18,7 @@ from memstore.testing.simulator.host.holder import SimHolder
 from memstore.testing.simulator.rank.in_place import InPlaceProcess, InPlaceRank
 from memstore.testing.simulator.rank.rank import SimRank
 from memstore.testing.simulator.run.controller import LEASE_S, SimController
-from memstore.testing.simulator.world.memory import DurableStorage, Memory
+from memstore.testing.simulator.world.memory import Crashed, DurableStorage, Memory
 from memstore.testing.simulator.world.scenario import Scenario
 from memstore.testing.simulator.world.virtual_time import Network, SimProcess, Thread, VirtualTime
 from memstore.testing.simulator.world.world import AnyRank
@@ -177,9 +177,13 @@ class SimCluster:
         if holder.session is not None:
             self.at(0.01, holder.session.reset)
         self.at(back_after_s, lambda: self._bring_back(holder))
-        for other in self.holders.values():  # one of them may die at a write in this
+        for other in self.holders.values():
             if other is not holder and other.is_up:
-                self._drop_incoming(other, name)
+                try:
+                    self._drop_incoming(other, name)
+                except Crashed as crash:  # at a write in this
+                    self.note(f"holder {crash.memory.host_id} died at a write")
+                    self.kill_holder(crash.memory.host_id)
 
     def _drop_incoming(self, holder: SimHolder, sender: str) -> None:
         """End the connections of a sender that died: what it had begun to send is given up (R13)."""
