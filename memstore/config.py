@@ -79,6 +79,7 @@ class Config:
     replicas: int = 2  # copies of each shard, the owner's own included
     min_copies: int = 1  # copies without which no step is committed (R18)
     keep_steps: int = 1  # newest committed steps kept in RAM
+    in_flight: int = 1  # steps that may wait for their commit at once, as far as every host has memory (R10)
     put_every: str | int = "step"  # when should_put() is true: "step", N steps, "30s", "2%" of the time, "auto" (R33)
     stall_budget_s: float = 5.0  # longest that a put blocks for room before its step is skipped (R12)
     placement: str = "mixed"  # which hosts copy one another (placement/README.md)
@@ -235,6 +236,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("min_copies", 1, 16),
     ("scatter", 1, 16),
     ("keep_steps", 1, 1000),
+    ("in_flight", 1, 4),  # the puts that a rank may be ahead of a commit (R33)
     ("stall_budget_s", 0, 3600),
     ("durable_keep", 1, 10_000),
     ("durable_bytes_per_s", 0, 1 << 50),

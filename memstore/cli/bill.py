@@ -25,6 +25,7 @@ class Terms:
 
     replicas: int = Config.replicas
     keep_steps: int = Config.keep_steps
+    in_flight: int = Config.in_flight
     durable: str | None = None
     placement: Any = Config.placement
     scatter: int = Config.scatter
@@ -42,13 +43,14 @@ class Terms:
 
     @property
     def versions(self) -> int:
-        """Return how many versions of a step each host has room for: those kept, one in flight, one that is written."""
-        return self.keep_steps + 1 + (self.durable is not None)
+        """Return how many versions of a step each host has room for: kept, in flight, and one that is written."""
+        return self.keep_steps + self.in_flight + (self.durable is not None)
 
     @property
     def text(self) -> str:
         """Return them as one would write them."""
-        return f"keep_steps={self.keep_steps}" + (", durable" if self.durable is not None else "")
+        ahead = f", in_flight={self.in_flight}" if self.in_flight > 1 else ""
+        return f"keep_steps={self.keep_steps}{ahead}" + (", durable" if self.durable is not None else "")
 
 
 def limit_lines(hosts: Iterable[HostRow], terms: Terms) -> list[str]:

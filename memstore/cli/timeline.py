@@ -19,7 +19,7 @@ from memstore.core.wire.replies import job_fields
 from memstore.core.wire.status_rows import AttemptRow, GoneRow, JobRow, OriginRow, StepRow
 
 AWAITED_SHOWN_MAX = 5
-KEYS = ("job", "attempt", "replicas", "keep_steps", "origin", "pins", "attempts", "steps", "gone")
+KEYS = ("job", "attempt", "replicas", "keep_steps", "in_flight", "origin", "pins", "attempts", "steps", "gone")
 
 
 @click.command(short_help="The timeline of a job: attempts, steps, pins.")
@@ -48,6 +48,7 @@ def job_line(job: JobRow) -> str:
         parts += [f"attempt {job.attempts[0].attempt}", plural(job.attempts[0].world_size, "rank")]
     if job.newest is not None:
         parts += [plural(job.newest.replicas, "copy"), f"keep_steps {job.newest.keep_steps}"]
+        parts += [f"in_flight {job.newest.in_flight}"] if job.newest.in_flight > 1 else []
     if job.origin is not None:
         parts.append(f"began with {origin_text(job.origin)}")
     return " · ".join(parts)

@@ -293,6 +293,8 @@ class Reservations:
         # Job and host that has no room for pinned copies which are to move -> the last order that asked for it.
         self.tight: dict[tuple[str, str], int] = {}
         self.rebuilds: dict[tuple[str, str], RebuildRoom] = {}  # by job and host
+        # Job -> the last order that asked for more versions in flight than now, and the hosts that got a later one.
+        self.lowered: dict[str, tuple[int, set[str]]] = {}
 
     def reserve(self, call: Call[ReserveRoom]) -> None:
         """Handle a rank's preparation or first put, or a put that has outgrown its share."""
@@ -577,12 +579,18 @@ class Reservations:
     def _is_asked_for_less(self, host_id: str, report: Reserved) -> bool:
         """Ask a host again without what its copies can do without; False if it was not asked for any such thing.
 
-        First without room for copies in other hosts' stead, then without the pinned copies that are to move.
+        First with fewer versions in flight, then without room for copies in other hosts' stead, then without the
+        pinned copies that are to move.
         """
         key, asked, number = (report.job, host_id), self.orders_count, report.number.number
         job, rebuild = self.state.jobs.get(report.job), self.rebuilds.get(key)
         attempt = job.newest if job is not None else None
         is_current = attempt is not None and attempt.attempt_number == report.attempt and not report.is_fault
+        if job and attempt and is_current and number > self.lowered.get(report.job, (0, ()))[0]:
+            self._lower_in_flight(job, attempt, f"{host_id}: {report.problem}")
+        last, asked_again = self.lowered.get(report.job, (0, set()))
+        if number <= last and host_id in asked_again:
+            return True  # the answer to an order that asked for more
         if rebuild is not None and rebuild.state == "refused" and number <= rebuild.number:
             return True  # the answer to an order that asked for it as well
         if job and attempt and is_current and rebuild is not None and rebuild.state != "refused":
@@ -596,6 +604,17 @@ class Reservations:
             return False
         self.tight[key] = asked
         return bool(self.order(job, attempt, only=(host_id,)))
+
+    def _lower_in_flight(self, job: Job, attempt: Attempt, why: str) -> None:
+        """Ask all hosts for one version in flight less, unless there is only one, or leases are to go first.
+
+        All hosts alike: a step waits for the one that has the least room, so more on the others would be of no use.
+        """
+        if attempt.in_flight == 1 or attempt.phase == "closed" or job.lease_room.versions:
+            return
+        last, attempt.in_flight, attempt.in_flight_why = self.orders_count, attempt.in_flight - 1, why
+        self.out.log(f"job {job.name!r}: {attempt.in_flight_lack}", "warning")
+        self.lowered[job.name] = (last, self.order(job, attempt))
 
     def _forget_tight(self, name: str) -> None:
         self.tight = {key: number for key, number in self.tight.items() if key[0] != name}
@@ -635,7 +654,8 @@ class Reservations:
         attempt = job.attempts[active.attempt]
         if not active.refusals:
             active.is_claimed = True
-            self.journal.record(SlotsReserved(job.name, attempt.attempt_number, tuple(active.ordered)))
+            fact = SlotsReserved(job.name, attempt.attempt_number, tuple(active.ordered), attempt.in_flight)
+            self.journal.record(fact)
             return
         del self.active[job.name]
         host, why = min(active.refusals.items(), key=lambda refusal: (refusal[0] in active.faults, refusal))
@@ -656,6 +676,7 @@ class Reservations:
         if job is None or attempt is None:
             return
         attempt.has_freed_unrestorable = True
+        attempt.in_flight = min(attempt.in_flight, fact.in_flight)
         attempt.needs = {**dict(enumerate(fact.needs)), **({} if is_replay else attempt.needs)}
         active = self.active.get(fact.job)
         if not is_replay and active is not None and active.attempt == fact.attempt and active.is_claimed:

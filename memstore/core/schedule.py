@@ -269,7 +269,7 @@ class Pace:
 # when.
 
 
-LEAD_PUTS = 4  # more than arenas have room for before a commit: no healthy rank waits
+LEAD_PUTS = 4  # for no more have arenas room before a commit (in_flight): no healthy rank waits
 PUTS_MEASURED = 5  # committed at one distance before it changes: the first put costs more than others
 PUTS_KEPT = 9  # newest ones that count
 NOISE = 0.1  # of a step's time

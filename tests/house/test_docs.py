@@ -186,6 +186,7 @@ PROVED = {
     "training_quiet": "unit/core/report/test_training.py::test_a_training_that_hangs",
     "nothing_committed": "unit/core/report/test_training.py::test_ranks_that_put_different_steps",
     "steps_skipped": "integration/cli/test_cli_training.py::test_puts_that_come_faster",
+    "in_flight": "unit/core/report/test_problem_remedies.py::test_versions_in_flight",
     "replicas_differ": "integration/client/test_shared_shard_processes.py::test_equal_ranks_that_differ",
     "placement": "unit/core/report/test_training.py::test_copies_that_cannot_lie_far_apart",
     "durable_off": "unit/core/report/test_problem_remedies.py::test_a_job_without_durable_storage",

@@ -103,6 +103,7 @@ class SlotsReserved(FactBase, frozen=True):
     job: str
     attempt: int
     needs: tuple[int, ...]  # slots of one version, by rank
+    in_flight: int  # versions of uncommitted steps
 
 
 class RestoreReleased(FactBase, frozen=True):

@@ -155,6 +155,8 @@ class Attempt:
     steps: StepPhases = field(default_factory=StepPhases)
     damaged_s: dict[int, float] = field(default_factory=dict)  # open step -> since when no copy has some chunk
     needs: dict[int, int] = field(default_factory=dict)  # rank -> slots of one version (R10)
+    in_flight: int = field(init=False)  # versions of uncommitted steps: as asked, or for how many its hosts have room
+    in_flight_why: str = ""  # which host has no room for more
     put_interval: tuple[int, int] = (0, 1)  # from a step on, so many lie between two puts (R33)
     put_costs: PutCosts = field(default_factory=PutCosts)
     resume_step: int = 0  # ranks skip steps below it (R12)
@@ -176,6 +178,9 @@ class Attempt:
     opened_s: float | None = None  # wall clock
     reported_step: int = -1  # newest that a host said is trained, put or not
 
+    def __post_init__(self) -> None:
+        self.in_flight = int(self.config["in_flight"])
+
     @property
     def origin(self) -> JobBranched | None:
         """The step of another job with which it begins; None once it has restored one of its own."""
@@ -184,6 +189,13 @@ class Attempt:
     def is_fetching(self, now: float) -> bool:
         """Return whether its ranks may still be fetching from other hosts what a get released: none has put since."""
         return now < self.fetch_until_s and not self.has_put
+
+    @property
+    def in_flight_lack(self) -> str:
+        """Return how many versions in flight are claimed of those asked for, and what lacks; "" if it is all."""
+        asked, why = int(self.config["in_flight"]), f": no room for more on {self.in_flight_why}"
+        words = f"in_flight={asked} is asked for, {self.in_flight} is claimed on all hosts"
+        return "" if self.in_flight == asked else words + (why if self.in_flight_why else "")
 
     @property
     def has_ended_well(self) -> bool:

@@ -138,4 +138,4 @@ def versions_count(job: Job, attempt: Attempt) -> int:
         kept = kept_steps(job, attempt) - job.pinned_steps()
         begun = [step for step, phase in attempt.steps.items() if phase in ("open", "committing")]
         return len(kept) + len(begun)
-    return int(attempt.config["keep_steps"]) + 1 + (attempt.config.get("durable") is not None)
+    return int(attempt.config["keep_steps"]) + attempt.in_flight + (attempt.config.get("durable") is not None)

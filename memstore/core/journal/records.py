@@ -27,7 +27,7 @@ from memstore.core.wire.codec import check_body
 from memstore.core.wire.orders import WriteJournal
 from memstore.errors import ProtocolError
 
-RECORD_VERSION = 9
+RECORD_VERSION = 10
 PACKED_BYTES_MIN = 4 << 10
 """A commit of more than a hundred ranks or so: most of it is the names of hosts, again and again."""
 BODY_BYTES_MAX = 64 << 20

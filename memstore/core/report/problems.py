@@ -51,7 +51,7 @@ Kind = Literal[
     "host_suspect", "host_dead", "host_drains", "host_full", "holder_nice", "over_limit",
     "host_warning", "descriptors", "files_removed", "damage_found", "launch_waits", "not_whole", "step_retired",
     "few_copies", "job_ended", "ranks_ended", "ranks_unseen", "rank_late", "training_quiet", "nothing_committed",
-    "steps_skipped", "replicas_differ", "placement", "durable_off", "durable_failed", "durable_missing",
+    "steps_skipped", "in_flight", "replicas_differ", "placement", "durable_off", "durable_failed", "durable_missing",
     "durable_abandoned"
 ]  # fmt: skip
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
@@ -424,7 +424,10 @@ def _commit_remedy(name: str, newest: AttemptStatus, hosts: list[HostRow]) -> st
     if away:
         return f"wait for {', '.join(away[:3])}, see above: it answers again, or its copies go elsewhere"
     if newest.is_skip_for_room:
-        return "put less often, or raise stall_budget_s if training may wait: copies come slower than steps are put"
+        return (
+            "put less often, or raise stall_budget_s if training may wait, or in_flight where memory is there: copies "
+            "come slower than steps are put"
+        )
     return f"`memstore events {name} --level problem` shows each skipped step and each host's trouble"
 
 
@@ -442,6 +445,9 @@ def _job_problems(name: str, newest: AttemptStatus, hosts: list[HostRow]) -> Ite
             newest.skipped_s,
             remedy,
         )
+    if newest.in_flight_lack:
+        way = "a larger arena_bytes, from the next launch on; or a lower in_flight"
+        yield _row("in_flight", NOTE, name, newest.in_flight_lack, None, way)
     for pair in newest.replicas_differ:
         first, second = pair.ranks
         where = ", ".join(pair.names[:3]) or "bytes of unknown tensors"

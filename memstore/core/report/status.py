@@ -251,8 +251,7 @@ class StatusReport:
 
     def _attempt(self, job: Job, attempt: Attempt) -> AttemptStatus:
         newest, on_storage, recovery = job.newest_committed, job.newest_durable, attempt.recovery
-        placement = self.view.placement(job)
-        durable = self.states.of(job.name)
+        placement, durable = self.view.placement(job), self.states.of(job.name)
         seen_s = durable.seen_s.get(on_storage) if on_storage is not None else None
         looked = self._looked(job, attempt, newest) if newest is not None else None
         short = looked.short if looked is not None else {}
@@ -284,6 +283,8 @@ class StatusReport:
             short_s=self.watch.short_for_s(job.name),
             replicas=attempt.replicas,
             keep_steps=int(attempt.config["keep_steps"]),
+            in_flight=attempt.in_flight,
+            in_flight_lack=attempt.in_flight_lack,
             survives=looked.survives if looked is not None else [],
             refusals=self._refusals(job)[:5],
             parent=attempt.parent,

@@ -294,6 +294,8 @@ class AttemptStatus(Part, frozen=True):
     short_s: float | None
     replicas: Unsigned
     keep_steps: Unsigned
+    in_flight: Unsigned
+    in_flight_lack: str
     survives: list[SurvivalRow]
     refusals: list[str]
     parent: Unsigned | None

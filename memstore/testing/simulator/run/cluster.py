@@ -64,6 +64,7 @@ class SimCluster:
             replicas=scenario.replicas,
             scatter=scenario.scatter,
             keep_steps=scenario.keep_steps,
+            in_flight=scenario.in_flight,
             connect_timeout_s=20.0,
             job_ttl_s=ORPHAN_TTL_S,
             durable="/durable" if scenario.has_durable else None,

@@ -29,6 +29,7 @@ class Scenario:
     replicas: int = 2
     scatter: int = 1
     keep_steps: int = 1
+    in_flight: int = 1
     world_size: int = 3
     step_s: float = 0.4
     has_durable: bool = False
@@ -57,6 +58,7 @@ class Scenario:
         rows = [
             f"seed {self.seed} ({kind}): {self.hosts} hosts, {self.racks or 'no'} racks, {self.world_size} ranks, "
             f"replicas={self.replicas}, scatter={self.scatter}, keep_steps={self.keep_steps}, "
+            f"{f'in_flight={self.in_flight}, ' if self.in_flight > 1 else ''}"
             f"a step every {self.step_s:.2f} s, durable storage {'on' if self.has_durable else 'off'}"
             f"{', in place' if self.is_in_place else ''}"
             f"{self._shared_shards_text()}"
@@ -135,6 +137,7 @@ THEMES = (
     Theme(0.08, IN_PLACE, (3, 8), cluster={"is_in_place": True, "has_spares": True}),
 )
 ENDING_SHARE, SHARED_SHARDS_SHARE = 0.1, 0.15
+IN_FLIGHT = (1, 1, 1, 2, 3)
 
 
 def draw(seed: int) -> Scenario:
@@ -168,7 +171,8 @@ def draw(seed: int) -> Scenario:
     if rng.random() < SHARED_SHARDS_SHARE and not drawn.is_in_place:
         drawn, more = _with_shared_shards(rng, drawn)
         faults += more
-    return replace(drawn, faults=tuple(sorted(faults)))
+    in_flight = random.Random(f"in flight {seed}").choice(IN_FLIGHT)  # apart, so that the other seeds stay as they were
+    return replace(drawn, in_flight=in_flight, faults=tuple(sorted(faults)))
 
 
 def _fault(rng: random.Random, kinds: Mapping[str, int]) -> Fault:

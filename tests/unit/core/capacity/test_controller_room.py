@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from memstore.core.wire.orders import Reserve
 from memstore.testing.controller.holder import CHUNKS, DirectedHolder, DirectedRank
-from memstore.testing.controller.world import ControllerWorld, trained
+from memstore.testing.controller.world import JOB, ControllerWorld, trained
 from recovery.inventory import StepId
 
 
@@ -27,13 +29,13 @@ def slots_of(order: Reserve) -> dict[int, int]:
     return order.ranks
 
 
-def limit_room(world: ControllerWorld, limit: int) -> None:
-    """Every host refuses orders for more slots."""
-    for holder in world.holders.values():
+def limit_room(world: ControllerWorld, limit: int, *hosts: str) -> None:
+    """Every host, or these, refuses orders for more slots."""
+    for holder in [world.holders[name] for name in hosts or world.holders]:
 
         def limited(order: Reserve, holder: DirectedHolder = holder) -> None:
             wanted = sum(slots_of(order).values()) + order.peer_slots
-            holder.refuses_room = "full" if wanted > limit else ""
+            holder.refuses_room = f"full at {limit}" if wanted > limit else ""
             holder.carry_out(order)
 
         holder.instead[Reserve] = limited
@@ -71,10 +73,14 @@ def test_a_reservation_of_more_slots_than_a_message_can_add_up_is_refused() -> N
     assert not any(orders.values())
 
 
-@pytest.mark.parametrize(("durable", "versions"), [(None, 3), ("/durable", 4)])
-def test_a_rank_gets_room_for_every_version_that_its_config_keeps(durable: str | None, versions: int) -> None:
-    """The kept steps, the one being put, and with durable storage the one being written (R10)."""
-    world = ControllerWorld(2, keep_steps=2, durable=durable)
+@pytest.mark.parametrize(
+    ("durable", "in_flight", "versions"), [(None, 1, 3), ("/durable", 1, 4), (None, 2, 4), ("/durable", 4, 7)]
+)
+def test_a_rank_gets_room_for_every_version_that_its_config_keeps(
+    durable: str | None, in_flight: int, versions: int
+) -> None:
+    """The kept steps, those that may wait for their commit, and with durable storage the one being written (R10)."""
+    world = ControllerWorld(2, keep_steps=2, durable=durable, in_flight=in_flight)
     ranks = world.launch(2)
     orders = watch_orders(world)
     world.reserve(ranks)
@@ -246,3 +252,167 @@ def test_a_holder_that_could_not_claim_is_not_said_to_be_too_small() -> None:
     world.reserve(ranks)
     world.run(5.0)
     assert ranks[0].error("reserve") == "CapacityError: train does not fit on h1: needs 9 slots"
+
+
+# -- several versions in flight ------------------------------------------------------------------------
+
+
+def claimed(world: ControllerWorld) -> set[int]:
+    """Return how many versions the hosts have claimed."""
+    return {holder.rooms[JOB].versions for holder in world.holders.values() if JOB in holder.rooms}
+
+
+def in_flight(world: ControllerWorld) -> tuple[int, str]:
+    """Return what status says: how many versions are in flight, and what `memstore status` prints of that."""
+    status = world.status()
+    [job] = status["jobs"]
+    return job["in_flight"], "; ".join(row["cause"] for row in status["problems"] if row["kind"] == "in_flight")
+
+
+@pytest.mark.parametrize(("versions", "found"), [(4, 3), (3, 2), (2, 1)])
+def test_the_host_with_the_least_memory_says_how_many_versions_are_in_flight(versions: int, found: int) -> None:
+    """All hosts have room alike for as many as it has, the first put succeeds, and status names it (R10)."""
+    world = ControllerWorld(3, in_flight=3)
+    ranks = world.launch(3)
+    limit_room(world, 2 * versions * CHUNKS, "h1")
+    world.reserve(ranks)
+    assert not any(rank.errors.get("reserve") for rank in ranks)
+    world.run(1.0)
+    assert claimed(world) == {versions}
+    lacks = f"in_flight=3 is asked for, {found} is claimed on all hosts: no room for more on h1: full at"
+    number, said = in_flight(world)
+    assert number == found
+    assert (not said) if found == 3 else said.startswith(lacks)
+    assert world.put_all(ranks, 1)
+
+
+def test_a_job_that_does_not_fit_with_one_version_in_flight_is_refused_on_every_rank() -> None:
+    """With the numbers of the order that asked for the least; a smaller put is accepted then (R10)."""
+    world = ControllerWorld(3, in_flight=4)
+    ranks = world.launch(3)
+    limit_room(world, 4 * CHUNKS - 1, "h2")
+    world.reserve(ranks)
+    assert all(
+        rank.error("reserve") == f"CapacityError: train does not fit on h2: full at {4 * CHUNKS - 1}" for rank in ranks
+    )
+    world.run(1.0)
+    assert {holder.rooms[JOB].total for holder in world.holders.values() if JOB in holder.rooms} == {0}
+    limit_room(world, 4 * CHUNKS, "h2")
+    world.reserve(ranks)
+    assert world.put_all(ranks, 1)
+
+
+def test_a_successor_asks_no_host_for_versions_in_flight_that_were_refused() -> None:
+    """The fact that the room is claimed says how many they are (R10, R16)."""
+    world = ControllerWorld(3, in_flight=3)
+    ranks = world.launch(3)
+    limit_room(world, 6 * CHUNKS, "h1")
+    world.reserve(ranks)
+    assert world.put_all(ranks, 1)
+    orders = watch_orders(world)
+    world.crash_controller()
+    world.run(5.0)
+    world.kill_host("h0")  # placement is new, and hosts are ordered to claim what comes to them
+    world.run(10.0)
+    assert in_flight(world)[0] == 2
+    asked = [order.versions for orders in orders.values() for order in orders]
+    assert asked
+    assert max(asked) == 3
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_host_that_joins_without_room_for_them_lowers_the_versions_in_flight_everywhere(is_closed: bool) -> None:
+    """A step waits for every host: it joins with what it has, and copies go to it. A closed job has none (R10)."""
+    world = ControllerWorld(2, in_flight=2)
+    ranks = world.launch(2)
+    world.reserve(ranks)
+    assert world.put_all(ranks, 1)
+    assert claimed(world) == {3}
+    for rank in ranks if is_closed else ():
+        world.call(rank, "close")
+    world.run(1.0)
+    world.kill_host("h1")
+    world.add_host("h2", {"memstore": "replica"})
+    limit_room(world, (1 if is_closed else 4) * CHUNKS, "h2")
+    world.run(20.0)
+    assert in_flight(world)[0] == (2 if is_closed else 1)
+    if not is_closed:
+        assert [world.holders[host].rooms[JOB].versions for host in ("h0", "h2")] == [2, 2]
+        assert [world.holders_of(StepId(1, 1), rank) for rank in (0, 1)] == [["h0", "h2"]] * 2
+
+
+@pytest.mark.parametrize("verb", ["pin", "lease"])
+def test_a_pin_takes_the_place_of_a_version_in_flight_and_a_lease_does_not(verb: str) -> None:
+    """What a person keeps is worth more than room to put ahead, and that more than what a reader keeps (R19, R36)."""
+    world = ControllerWorld(3, in_flight=2)
+    ranks = world.launch(3)
+    world.reserve(ranks)
+    assert world.put_all(ranks, 1)
+    limit_room(world, 6 * CHUNKS)
+    if verb == "pin":
+        world.call(ranks[0], "pin", step=1, name="best")
+    else:
+        world.call(ranks[0], "lease_step", step=1, of_attempt=None, lease="l", limit_s=60.0)
+    world.run(5.0)
+    assert in_flight(world)[0] == (1 if verb == "pin" else 2)
+    assert claimed(world) == {2 if verb == "pin" else 3}
+    assert not ranks[0].errors
+    assert (ranks[0].answers.get("lease_step", [{}])[0].get("why_not_kept", "") != "") == (verb == "lease")
+    assert world.put_all(ranks, 2)
+
+
+def test_a_state_that_grows_takes_the_place_of_a_version_in_flight() -> None:
+    """Else every step would be skipped for want of room to put ahead (R10, R12)."""
+    world = ControllerWorld(3, in_flight=2)
+    ranks = world.launch(3)
+    world.reserve(ranks)
+    assert world.put_all(ranks, 1)
+    limit_room(world, 8 * CHUNKS)
+    for rank in ranks:
+        world.call(rank, "reserve", slots=2 * CHUNKS)
+    assert world.run_until(lambda: answered(ranks, 2), 10.0)
+    assert not any(rank.errors for rank in ranks)
+    assert {slots for rank in ranks for slots in world.holders[rank.host_id].rooms[JOB].ranks.values()} == {4 * CHUNKS}
+
+
+@given(
+    limits=st.lists(st.integers(1, 5), min_size=3, max_size=3),
+    late_s=st.lists(st.sampled_from([0.0, 0.3, 1.5]), min_size=3, max_size=3),
+    wish=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_all_hosts_claim_as_many_versions_as_the_smallest_has(
+    limits: list[int], late_s: list[float], wish: int, seed: int
+) -> None:
+    """Whichever answers first, and with one version for the kept step: as many as are asked for, or none (R10)."""
+    world = ControllerWorld(3, in_flight=wish, seed=seed)
+    ranks = world.launch(3)
+    for host, versions, delay_s in zip(sorted(world.holders), limits, late_s, strict=True):
+        limit_room(world, 2 * versions * CHUNKS, host)
+        holder = world.holders[host]
+        holder.instead[Reserve] = lambda order, carry_out=holder.instead[Reserve], delay_s=delay_s: world.at(
+            delay_s, lambda: carry_out(order)
+        )
+    for rank in ranks:
+        world.call(rank, "reserve", slots=CHUNKS)
+    assert world.run_until(lambda: answered(ranks, 1), 20.0)
+    world.run(5.0)
+    found = min(wish, min(limits) - 1)
+    assert [bool(rank.errors.get("reserve")) for rank in ranks] == [found < 1] * 3
+    assert claimed(world) == {1 + found} or found < 1
+    assert found < 1 or (in_flight(world)[0] == found and world.put_all(ranks, 1))
+
+
+def test_a_refusal_that_comes_late_lowers_the_versions_in_flight_no_further() -> None:
+    """Two hosts refuse one order, one of them after it was sent the next: that is no answer to the next (R10)."""
+    world = ControllerWorld(3, in_flight=3)
+    ranks = world.launch(3)
+    limit_room(world, 6 * CHUNKS)
+    late = world.holders["h2"]
+    carry_out = late.instead[Reserve]
+    late.instead[Reserve] = lambda order: world.at(0.5, lambda: carry_out(order))
+    world.reserve(ranks)
+    world.run(1.0)
+    assert (in_flight(world)[0], claimed(world)) == (2, {3})
+    assert world.put_all(ranks, 1)

@@ -14,6 +14,7 @@ from memstore.cli.output import ExitCode
 from memstore.cli.status import check_code
 from memstore.core.report.metrics import Sample, status_gauges
 from memstore.core.report.problems import DEGRADED, NOTE, UNRECOVERABLE
+from memstore.core.wire.orders import Reserve
 from memstore.testing.controller.holder import WRITES, DirectedRank
 from memstore.testing.controller.world import JOB, ControllerWorld, trained
 
@@ -103,6 +104,38 @@ def test_a_job_with_too_few_hosts_has_its_copies_once_one_is_added(way: str) -> 
         world.get(ranks)
         assert world.put_all(ranks, 2)
     assert world.run_until(lambda: not rows(world, "few_copies"), 20.0)
+
+
+@pytest.mark.parametrize("way", ["a larger arena_bytes", "a lower in_flight"])
+def test_versions_in_flight_that_have_no_room_are_named_until_a_launch_has_it(way: str) -> None:
+    """Both printed ways; it is a note, for nothing is lost (R10)."""
+    world = ControllerWorld(2, in_flight=2, durable="/durable")
+    world.holders["h1"].refuses_room = "needs 24 of 20 slots"
+
+    def make_room(order: Reserve) -> None:
+        if order.versions < 4:
+            world.holders["h1"].refuses_room = ""
+        world.holders["h1"].carry_out(order)
+
+    world.holders["h1"].instead[Reserve] = make_room
+    ranks = world.launch(2)
+    world.reserve(ranks)
+    assert world.put_all(ranks, 1)
+    [row] = rows(world, "in_flight")
+    assert (row["severity"], row["about"], row["since_s"]) == (NOTE, JOB, None)
+    assert (
+        row["cause"]
+        == "in_flight=2 is asked for, 1 is claimed on all hosts: no room for more on h1: needs 24 of 20 slots"
+    )
+    assert way in row["remedy"]
+    if "arena" in way:
+        world.holders["h1"].instead.pop(Reserve)
+    else:
+        world.config["in_flight"] = 1
+    ranks = world.launch(2)
+    world.get(ranks)
+    assert world.put_all(ranks, 2)
+    assert rows(world, "in_flight") == []
 
 
 def test_a_copy_that_was_refused_is_made_once_there_is_room() -> None:
