@@ -203,3 +203,30 @@ def test_commits_go_on_degraded_beside_a_peer_that_only_the_controller_reaches(
     heal(cluster.proxies["h1"])
     fleet.put_until_committed(ranks, first=first + 5)
     wait_for(lambda: cluster.job("train")["copies"] == 2 and not cluster.job("train")["degraded"], "full redundancy")
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_as_many_puts_as_are_in_flight_go_on_beside_a_peer_that_is_slow(
+    tmp_path: Path, nursery: RankNursery, in_flight: int
+) -> None:
+    """While no copy comes to h1 they are sealed and the next one is skipped; then the newest commits (R10, R12)."""
+    with ProcessCluster(tmp_path, TWO_RACKS, proxied=["h1"], detect=20.0) as cluster:
+        fleet = Fleet(cluster, nursery, stall_budget_s=BUDGET_S, in_flight=in_flight)
+        ranks = fleet.begin(["h0", "h1"], last_step=0)
+        stalled(cluster.proxies["h1"])
+        ahead = range(1, in_flight + 1)
+        for step in ahead:
+            together(ranks, "put", step=step)
+            together(ranks, "wait", step=step, level="sealed")
+        late = together(ranks, "put", step=in_flight + 1)
+        assert [reply["level"] for reply in late] == ["skipped", "skipped"]
+        assert all("step 1 is not committed yet" in reply["reason"] for reply in late)
+        waiting = [reply["level"] for step in ahead for reply in together(ranks, "ticket", step=step)]
+        assert {*waiting} <= {"sealed", "replicated"}
+        heal(cluster.proxies["h1"])
+        assert {reply["level"] for reply in together(ranks, "wait", step=ahead[-1])} == {"committed"}
+        older = [
+            reply["level"] for step in ahead[:-1] for reply in together(ranks, "settle", step=step, timeout_s=30.0)
+        ]
+        assert {*older} <= {"committed", "superseded"}
+        restored_from_h1_alone(cluster, fleet, ranks, ahead[-1])
