@@ -101,7 +101,7 @@ class ClaimedMemory:
             self.release()
 
     def prepare(self, job: str, share: PeerShare) -> None:
-        """Grow for a share that may be claimed later; CapacityError at the limit.
+        """Grow for a share that may be claimed later, or for a version less; CapacityError if that is beyond the limit.
 
         Others may claim the slots; until then `release` leaves them.
         """
@@ -110,7 +110,10 @@ class ClaimedMemory:
             self._index.prepared[job] = share
             missing = self._index.slots_needed(job, share) - table.claimed_count
             count = len(table.free) + missing
-        self.ensure_free(count)
+        try:
+            self.ensure_free(count)
+        except CapacityError:  # then the first put claims less, if more is in flight than it needs
+            self.ensure_free(count - share.of_version(share.total))
 
     def ensure_free(self, count: int) -> None:
         """Make sure `count` slots are free for staging (R10); if they are free, do not wait for others' growth."""

@@ -45,8 +45,8 @@ def folder() -> Iterator[Path]:
         yield path
 
 
-def open_replica_store(folder: Path) -> ReplicaStore:
-    return open_store(folder, chunk_bytes=CHUNK, limit=Limit(LIMIT))
+def open_replica_store(folder: Path, limit_bytes: int = LIMIT) -> ReplicaStore:
+    return open_store(folder, chunk_bytes=CHUNK, limit=Limit(limit_bytes))
 
 
 def on_disk(folder: Path) -> int:
@@ -158,6 +158,18 @@ def test_what_a_restored_job_will_put_into_stays_until_it_claims_it_or_goes(fold
     room.prepare("c", PeerShare(1, {0: 4}, 0))
     room.keep_shares(["a", "b"])
     assert on_disk(folder) == 6, "a job that the controller does not know"
+    replicas.close()
+
+
+def test_a_restored_job_has_memory_ready_for_a_version_less_where_all_is_too_much(folder: Path) -> None:
+    """Of three versions, two of them in flight, the limit allows two: the first put claims these, and finds them."""
+    replicas = open_replica_store(folder, 17 * CHUNK)
+    replicas.room.prepare("a", PeerShare(2, {0: 9}, 9, versions=3))
+    assert on_disk(folder) == 12
+    with pytest.raises(CapacityError):
+        replicas.claim("a", PeerShare(2, {0: 9}, 9, versions=3))
+    replicas.claim("a", PeerShare(2, {0: 6}, 6, versions=2))
+    assert on_disk(folder) == 12
     replicas.close()
 
 
