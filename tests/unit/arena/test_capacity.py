@@ -327,7 +327,11 @@ def test_up_prints_the_bill() -> None:
         "keep_steps=1",
         "warning: h0, h1: it is small",
     ]
-    for given, words in (({"replicas": 3}, "replicas=3, keep_steps=1"), ({"durable": "/d"}, "keep_steps=1, durable")):
+    for given, words in (
+        ({"replicas": 3}, "replicas=3, keep_steps=1"),
+        ({"durable": "/d"}, "keep_steps=1, durable"),
+        ({"in_flight": 2}, "replicas=2, keep_steps=1, in_flight=2"),
+    ):
         [line, _] = limit_lines(hosts, Terms.of(given))
         assert "fits a state of 8.3 MiB per host" in line
         assert line.endswith(words)

@@ -66,6 +66,13 @@ def test_ls_says_what_is_wrong_with_a_step(two_jobs: Desk) -> None:
     assert "retired: it diverges" in two_jobs.run("ls", "train").stdout
 
 
+def test_ls_names_how_many_steps_are_in_flight_where_they_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as are claimed, beside the steps that are kept."""
+    world, ranks = trained(2, 2, in_flight=2)
+    screen = Desk(monkeypatch, world, ranks[0]).run("ls").stdout
+    assert screen.splitlines()[0] == "train · attempt 1 · 2 ranks · 2 copies · keep_steps 1 · in_flight 2"
+
+
 def test_ls_of_an_empty_store_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     world, ranks = trained(2)
     desk = Desk(monkeypatch, world, ranks[0])
