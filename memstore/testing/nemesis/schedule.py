@@ -69,7 +69,7 @@ class NemesisScenario:
         days = f"job_ttl {self.job_ttl_s:g} s"
         return (
             f"seed {self.seed}: {self.shape}; hosts {place}; {self.world_size} ranks of {self.kib} KiB, replicas "
-            f"{self.replicas}, keep_steps {self.keep_steps}, storage "
+            f"{self.replicas}, keep_steps {self.keep_steps}, in_flight {self.job_fields.get('in_flight', 1)}, storage "
             f"{self.storage or 'none'}, {days}, step {self.step_s:g} s, ending {self.ending}"
         )
 
@@ -136,6 +136,7 @@ def _with(scenario: NemesisScenario, faults: list[Fault], ending: str) -> Nemesi
     job_fields = {
         "replicas": scenario.replicas,
         "keep_steps": scenario.keep_steps,
+        "in_flight": random.Random(f"in flight {scenario.seed}").choice((1, 1, 2)),  # apart: the rest stays as it was
         "stall_budget_s": scenario.stall_budget_s,
         "job_ttl_s": scenario.job_ttl_s,
     }
