@@ -229,4 +229,6 @@ def test_as_many_puts_as_are_in_flight_go_on_beside_a_peer_that_is_slow(
             reply["level"] for step in ahead[:-1] for reply in together(ranks, "settle", step=step, timeout_s=30.0)
         ]
         assert {*older} <= {"committed", "superseded"}
-        restored_from_h1_alone(cluster, fleet, ranks, ahead[-1])
+        fleet.kill(ranks)
+        cluster.lose_host("h0")
+        assert fleet.resume(["h1", "h1"])[1]["step"] == ahead[-1], "h1's copy came once it could"
