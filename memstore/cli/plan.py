@@ -50,7 +50,7 @@ def plan(ctx: click.Context, where: Where, job: str | None, lose: tuple[str, ...
     """Say what `get()` would return now, from where, and what would be lost; with --lose, if those hosts died now.
 
     Exits with 0 if the newest committed step comes back, 4 if only an older one does, 3 if nothing does. With --bill:
-    memory, network and odds of schemes of redundancy, with JOB's replicas, keep_steps and durable if it is given.
+    memory, network and odds of schemes of redundancy, with JOB's replicas, keep_steps, in_flight and durable if given.
     """
     if bill and lose:
         raise click.UsageError("--bill compares schemes, --lose asks about the copies that there are: give one of them")
