@@ -20,12 +20,14 @@ from benchmarks.rigs.stopwatch import cpu_seconds
 
 TENTH = 10
 SCATTER_ELEMENTS = 16384  # 64 KiB of float32
-ALL, NONE, RUN, LAYERS, SCATTERED = (
+ROW_ELEMENTS, ROWS_EVERY = 128, 1000  # rows of 512 bytes, as of an embedding table; one in so many is changed
+ALL, NONE, RUN, LAYERS, SCATTERED, ROWS = (
     "all bytes changed",
     "nothing changed",
     "10 % changed, one run",
     "10 % changed, in parameters and both moments",
     "10 % changed, every tenth 64 KiB",
+    "0.1 % changed, scattered rows of 512 B",
 )
 
 
@@ -44,6 +46,7 @@ def again(options: Options) -> Record:
         RUN: change_run,
         LAYERS: change_layers,
         SCATTERED: change_scattered,
+        ROWS: change_rows,
     }
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     cpu_seconds: dict[str, list[float]] = {name: [] for name in cases}
@@ -104,6 +107,13 @@ def change_scattered(state: Any, number: int) -> None:
     for tensor in gpt_tensors.tensors(state):
         for block in tensor.view(-1).split(SCATTER_ELEMENTS)[::TENTH]:
             block.add_(1)
+
+
+def change_rows(state: Any, number: int) -> None:
+    """Change one row of 512 bytes in a thousand, others in every round: no chunk of 4 MiB stays as it was."""
+    for tensor in gpt_tensors.tensors(state):
+        whole = tensor.numel() // ROW_ELEMENTS * ROW_ELEMENTS
+        tensor.view(-1)[:whole].view(-1, ROW_ELEMENTS)[number % ROWS_EVERY :: ROWS_EVERY] += 1
 
 
 def sent_bytes() -> int:

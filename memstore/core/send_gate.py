@@ -106,6 +106,35 @@ def batches(chunks: Sequence[int], streams: int) -> Iterator[list[int]]:
             size = min(2 * size, BATCH_CHUNKS_MAX)
 
 
+# -- patches ------------------------------------------------------------------------------------------
+# A chunk that differs in few blocks from one that the target has: those blocks travel. Pure.
+
+
+BLOCK_BYTES_MAX = 1 << 10  # a changed row of a table takes one or two; below it, comparing takes longer
+BLOCKS_MIN = 8  # of a chunk
+SAMPLED_BLOCKS = 16  # a few dozen cache lines tell that all of a chunk has changed, as it does in most training
+
+
+def block_bytes(nbytes: int) -> int:
+    """Return the size of a chunk's blocks, a multiple of 8; the last block may be shorter."""
+    return min(BLOCK_BYTES_MAX, max(8, nbytes // BLOCKS_MIN // 8 * 8))
+
+
+def sampled(blocks_count: int) -> slice:
+    """Return which blocks of a chunk are looked at before it is compared whole: some, spread over it."""
+    return slice(None, None, max(1, blocks_count // SAMPLED_BLOCKS))
+
+
+def may_pay(differing_count: int, sampled_count: int) -> bool:
+    """Say after the sample whether to compare the chunk whole."""
+    return 4 * differing_count <= 3 * sampled_count
+
+
+def pays(patch_bytes: int, nbytes: int) -> bool:
+    """Say whether a patch is sent in place of the chunk: the target copies and digests the chunk for it once more."""
+    return 0 < 2 * patch_bytes <= nbytes
+
+
 # -- endpoint choice ----------------------------------------------------------------------------------
 # Which of a host's networks the next connection goes to: the one with the fewest, but none that failed lately. Pure.
 

@@ -10,7 +10,7 @@ that are referenced (sealed). Read core/arena/replica_index.py and core/arena/sl
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Generic, TypeVar
 
 from memstore.core.arena.adoption import adopt
@@ -372,6 +372,21 @@ class ReplicaStore(Generic[M_co, F_co]):
         """Return the bytes of a chunk of a pinned replica, or None if this host lacks it."""
         number = stored.slots[index]
         return None if number is None else self.arena.view(number, stored.spec.chunk_nbytes(index))
+
+    @contextmanager
+    def held(self, digest: bytes, nbytes: int) -> Iterator[int | None]:
+        """Hold a slot with this content while it is read; None if there is none."""
+        with self.lock:
+            number = self.table.lookup(digest, nbytes)
+            if number is not None:
+                self.table.hold(number)
+        try:
+            yield number
+        finally:
+            if number is not None:
+                with self.lock:
+                    self.table.unhold(number)
+                    self.flush()
 
     def verify(
         self, stored: StoredReplica, map_chunks: MapChunks = map, chunks: Container[int] | None = None

@@ -157,10 +157,13 @@ class HolderIo(Protocol):
     async def call_peer(self, peer: Peer, request: Request[T], *, limit_s: float = CALL_TIMEOUT_S) -> T:
         """Send a peer one request and return its reply; TransportError if there is none, or the peer's own error."""
 
-    async def send_chunks(self, peer: Peer, source: PushSource, chunks: Sequence[int], *, is_repair: bool) -> None:
+    async def send_chunks(
+        self, peer: Peer, source: PushSource, chunks: Sequence[int], *, base: Sequence[bytes], is_repair: bool
+    ) -> None:
         """Send a peer those of these chunks that it lacks, each once its digest is known, straight from its slot.
 
-        A repair is paced by the store's limit for repairs, and held back for no collective.
+        A chunk that differs in few blocks from the one in its place in `base`, digests, is sent as a patch where both
+        hosts have that one. A repair is paced by the store's limit for repairs, and held back for no collective.
 
         Raises:
             PeerRefused: The peer has no incoming replica for them, a chunk went bad here, or the put failed here.

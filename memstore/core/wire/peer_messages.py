@@ -3,7 +3,7 @@
 A connection carries one request at a time: a CALL frame, answered by a REPLY frame with what the request names, or by
 an ERROR frame (`error_message.py`). Chunks travel between the two, in CHUNK frames:
 
-    Offer --Done--> ChunkBatch --ChunksLacking--> CHUNK frames --Done--> ... --> Seal --HasCopy-->
+    Offer --Done--> ChunkBatch --ChunksLacking--> CHUNK frames, patches last --Done--> ... --> Seal --HasCopy-->
       '--HasCopy, Refused--> '--Refused-->                                        '--ChunksLacking--> again
     WholeShard, with all chunks of a small shard --HasCopy, Refused--> or --ChunksLacking--> ChunkBatch ...
     FetchChunks --> CHUNK frames --Done-->
@@ -25,6 +25,8 @@ class OfferedChunk(Row, frozen=True):
     index: Unsigned
     digest: ChunkDigest
     nbytes: Positive
+    base: ChunkDigest | None = None
+    """Of a chunk as long that differs in few blocks: whoever has it needs a patch only."""
 
 
 class ChunkRun(Message, frozen=True, tag="run"):
@@ -36,6 +38,8 @@ class ChunkRun(Message, frozen=True, tag="run"):
 
     sizes: tuple[Unsigned, ...]
     """Size 0 stands for a chunk that the sender lacks."""
+    masks: tuple[bytes, ...] = ()
+    """Of patches a bit for each block of the chunk, the first block's the highest: 1 for one that comes."""
 
 
 class Done(Message, frozen=True, tag="done"):
@@ -61,6 +65,8 @@ class ChunksLacking(Message, frozen=True, tag="lacking"):
     """
 
     chunks: tuple[Unsigned, ...]
+    patches: tuple[Unsigned, ...] = ()
+    """Of a batch: those that it lacks besides, and has the base of. They are sent as patches, after the others."""
 
 
 class ManifestFound(Message, frozen=True, tag="manifest_found"):

@@ -270,15 +270,16 @@ class BlockingIo:
             return cast(PeerClient, peer).call(request, timeout_s=limit_s)
 
     async def send_chunks(
-        self, peer: holder_io.Peer, source: PushSource, chunks: Sequence[int], *, is_repair: bool
+        self, peer: holder_io.Peer, source: PushSource, chunks: Sequence[int], *, base: Sequence[bytes], is_repair: bool
     ) -> None:
         """As in HolderIo."""
         shipment = cast(OutgoingReplica, source)
         with self._released():
             gate = None if is_repair else self.send_gate.sending(shipment)
             throttle = self._repair_limit if is_repair else None
-            sender = self.context.host_id
-            cast(PeerClient, peer).send_chunks(shipment, chunks, sender=sender, throttle=throttle, gate=gate)
+            cast(PeerClient, peer).send_chunks(
+                shipment, chunks, base=base, sender=self.context.host_id, throttle=throttle, gate=gate
+            )
 
     async def send_whole(
         self, peer: holder_io.Peer, source: PushSource, request: WholeShard, *, is_repair: bool

@@ -16,7 +16,7 @@ from memstore.core.wire.error_message import decode_error
 from memstore.core.wire.frame import BULK_BYTES_MAX, Kind
 from memstore.core.wire.peer_messages import ChunkRun, decode_chunks
 from memstore.errors import ProtocolError
-from memstore.shell.net.channel import BulkGate, Channel, Frame
+from memstore.shell.net.channel import BulkGate, Channel
 
 # -- corruption counts --------------------------------------------------------------------------------
 # What arrived damaged at one holder, as receiver or as client, or at a rank of its host, counted for status (R14).
@@ -81,12 +81,16 @@ def send_run(
     channel: Channel,
     request_id: int,
     views: Sequence[memoryview | None],
+    masks: Sequence[bytes] = (),
     *,
     timeout_s: float,
     gate: BulkGate | None = None,
 ) -> None:
-    """Send one run; None stands for a chunk that is lacking here. `timeout_s` is for each chunk. TransportError."""
-    run = ChunkRun(sizes=tuple(0 if view is None else view.nbytes for view in views))
+    """Send one run; None stands for a chunk that is lacking here. `timeout_s` is for each chunk. TransportError.
+
+    With masks it is a run of patches.
+    """
+    run = ChunkRun(sizes=tuple(0 if view is None else view.nbytes for view in views), masks=tuple(masks))
     bulk = [view for view in views if view is not None]
     channel.send(Kind.CHUNK, request_id, run, bulk, deadline_s=timeout_s * len(views), gate=gate)
 
@@ -113,8 +117,7 @@ def receive_run(
         CapacityError: From `take`.
         MemstoreError: The peer's own error, if that came instead.
     """
-    frame = channel.recv(timeout_s=timeout_s)
-    sizes = _run(channel, replicas, frame, len(indices)).sizes
+    sizes = receive_head(channel, replicas, len(indices), timeout_s=timeout_s).sizes
     return receive_bulk(channel, replicas, replica, indices, sizes, take=take, damage=damage, timeout_s=timeout_s)
 
 
@@ -148,8 +151,9 @@ def receive_bulk(
     return ReceivedRun(len(sizes), lacking, sum(size for _, _, size, _ in arrived))
 
 
-def _run(channel: Channel, replicas: Store, frame: Frame, count: int) -> ChunkRun:
-    """Return what a frame names; ProtocolError unless it is 1 to `count` chunks that fit slots and its bulk."""
+def receive_head(channel: Channel, replicas: Store, count: int, *, timeout_s: float) -> ChunkRun:
+    """Return what the next frame names; ProtocolError unless it is 1 to `count` chunks that fit slots and its bulk."""
+    frame = channel.recv(timeout_s=timeout_s)
     if frame.kind is Kind.ERROR and not frame.bulk_bytes:
         raise decode_error(frame.data).rebuilt()
     if frame.kind is not Kind.CHUNK:

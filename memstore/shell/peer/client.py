@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import threading
 import time
@@ -23,16 +24,7 @@ from memstore.core.wire.error_message import decode_error
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import Identity
 from memstore.core.wire.ids import Endpoint, WireShard
-from memstore.core.wire.peer_messages import (
-    ChunkBatch,
-    ChunksLacking,
-    FetchChunks,
-    HasCopy,
-    OfferedChunk,
-    Refused,
-    WholeShard,
-    decode_lacking,
-)
+from memstore.core.wire.peer_messages import ChunksLacking, FetchChunks, HasCopy, Refused, WholeShard, decode_lacking
 from memstore.errors import PeerRefused, PeerTimeout, PeerUnreachable, ProtocolError
 from memstore.shell.net.channel import BulkGate, Channel, Pacing
 from memstore.shell.net.host_networks import HostNetworks
@@ -40,6 +32,7 @@ from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.tls import Tls
 from memstore.shell.peer.chunk_frames import RUN_BYTES, SLOW_RUN_BYTES, Damage, receive_run, runs, send_run
 from memstore.shell.peer.outgoing_shard import OutgoingReplica
+from memstore.shell.peer.patches import offer_of, patch_runs
 from memstore.shell.threads import await_ended, lower_thread_priority
 
 CALL_TIMEOUT_S = 30.0
@@ -208,6 +201,7 @@ class PeerClient:
         shipment: OutgoingReplica,
         chunks: Sequence[int],
         *,
+        base: Sequence[bytes],
         sender: str,
         throttle: Throttle | None,
         gate: BulkGate | None = None,
@@ -217,11 +211,12 @@ class PeerClient:
         Args:
             shipment: The shard; the peer has taken an offer of it.
             chunks: Indices of the chunks.
+            base: The digests of a shard whose chunks may differ in little from those in their places.
             sender: This host.
             throttle: Called with the bytes of each run, to wait before it; None: they may go at once.
             gate: Lets a run's bytes out in parts.
         """
-        send = functools.partial(self._send_batch, shipment, sender, throttle, gate)
+        send = functools.partial(self._send_batch, shipment, base, sender, throttle, gate)
         if gate is None:
             self.over_streams(batches(chunks, self._streams), send, before=shipment.digests)
         else:  # one stream sends at a time, and its waits must not block others
@@ -248,12 +243,15 @@ class PeerClient:
         return self._converse(send)
 
     def _send_batch(
-        self, shipment: OutgoingReplica, sender: str, throttle: Throttle | None, gate: BulkGate | None, batch: list[int]
+        self,
+        shipment: OutgoingReplica,
+        base: Sequence[bytes],
+        sender: str,
+        throttle: Throttle | None,
+        gate: BulkGate | None,
+        batch: list[int],
     ) -> None:
-        chunks = zip(batch, shipment.digests(batch), (shipment.sizes[i] for i in batch), strict=True)
-        request = ChunkBatch(
-            shard=WireShard.of(shipment.shard), sender=sender, chunks=tuple(OfferedChunk(*chunk) for chunk in chunks)
-        )
+        request, blocks = offer_of(shipment, base, sender, batch)
 
         def send(channel: Channel) -> None:
             request_id = next_request_id()
@@ -265,22 +263,24 @@ class PeerClient:
                 reply = decode_reply(request, answer.data)
                 why = reply.why if isinstance(reply, Refused) else "it lacks none"
                 raise PeerRefused(f"host {self.host_id} wants no chunk: {why}", is_final=False)
-            lack = decode_lacking(answer.data).chunks
-            if not set(batch).issuperset(lack):
-                raise ProtocolError(f"{channel.peer} asks for chunks {lack[:64]}, which were not offered to it")
+            lacking = decode_lacking(answer.data)
+            lack, patches = lacking.chunks, lacking.patches
+            if not (set(batch).issuperset(lack) and blocks.keys() >= set(patches)):
+                raise ProtocolError(f"{channel.peer} asks for chunks {[*lack, *patches][:64]}: not offered to it so")
             is_slow = throttle is not None or gate is not None or bool(self._pacing.bytes_per_s)
             limit_bytes = SLOW_RUN_BYTES if is_slow else RUN_BYTES
-            for part in runs([shipment.sizes[i] for i in lack], limit_bytes):
-                views = [shipment.view(i) for i in lack[part]]
+            parts = runs([shipment.sizes[i] for i in lack], limit_bytes)
+            whole = (([shipment.view(i) for i in lack[part]], list[bytes]()) for part in parts)
+            for views, masks in itertools.chain(whole, patch_runs(shipment, patches, blocks)):
                 if None in views:
-                    raise PeerRefused(f"one of the chunks {lack[part]} went bad here", is_final=True)
-                nbytes = sum(shipment.sizes[i] for i in lack[part])
+                    raise PeerRefused(f"one of the chunks {[*lack, *patches]} went bad here", is_final=True)
+                nbytes = sum(view.nbytes for view in views if view is not None)
                 if throttle is not None:
                     throttle(nbytes)
                 paced = functools.partial(self._pacing.sending, channel)
                 with paced() if gate is None else contextlib.nullcontext():
                     held = gate and gate.paced(paced)  # while it waits, its share of the pace is the others'
-                    send_run(channel, request_id, views, timeout_s=CALL_TIMEOUT_S, gate=held)
+                    send_run(channel, request_id, views, masks, timeout_s=CALL_TIMEOUT_S, gate=held)
                 self.sent_bytes += nbytes
             if channel.recv(timeout_s=CALL_TIMEOUT_S).kind is not Kind.REPLY:
                 raise ProtocolError(f"{channel.peer}: a batch ended without its reply")

@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
 from memstore.core.arena.replica_store import Store
@@ -46,6 +47,7 @@ from memstore.errors import (
 )
 from memstore.shell.net.channel import Channel
 from memstore.shell.peer.chunk_frames import Damage, receive_bulk, receive_run, runs, send_run
+from memstore.shell.peer.patches import receive_patches
 from memstore.shell.threads import lower_thread_priority
 from recovery.inventory import Copy, ShardId
 
@@ -205,6 +207,7 @@ class PeerServer:
         """Say which chunks are lacking, then receive each straight into a slot and check its digest (R14)."""
         shard, sender = batch.shard.id, batch.sender
         replica = self.replicas.index.find_incoming(sender, shard)
+        offered = {chunk.index: chunk for chunk in batch.chunks}
         if replica is None:
             return Refused(why="no such incoming replica", is_final=False)
         want = self._named(batch, len(replica.slots))
@@ -212,12 +215,17 @@ class PeerServer:
             incoming = self.incoming.setdefault((sender, shard), Incoming(replica, self._life(channel), 0.0))
             incoming.last_frame_s = self.replicas.clock.monotonic()
         lack = self.replicas.expect(replica, want, [c.digest for c in batch.chunks], [c.nbytes for c in batch.chunks])
-        channel.send(Kind.EVENT, request_id, ChunksLacking(chunks=tuple(lack)), deadline_s=REPLY_TIMEOUT_S)
-        while lack:
+        has = self.replicas.table.lookup
+        patches = [i for i in lack if (base := offered[i].base) and has(base, offered[i].nbytes) is not None]
+        whole = [i for i in lack if i not in patches]
+        answer = ChunksLacking(chunks=tuple(whole), patches=tuple(patches))
+        channel.send(Kind.EVENT, request_id, answer, deadline_s=REPLY_TIMEOUT_S)
+        while lack := whole or patches:
+            receive = receive_run if whole else partial(receive_patches, offered=offered)
             with self.lock:
                 incoming.receiving += 1  # it is not idle while a frame of it comes, however slowly
             try:
-                run = receive_run(
+                run = receive(
                     channel,
                     self.replicas,
                     replica,
@@ -231,7 +239,7 @@ class PeerServer:
                     incoming.receiving -= 1
             incoming.last_frame_s = self.replicas.clock.monotonic()
             self.received_bytes += run.nbytes
-            lack = lack[run.answered :]
+            del lack[: run.answered]
         return Done()
 
     def _named(self, batch: ChunkBatch, chunks_count: int) -> list[int]:

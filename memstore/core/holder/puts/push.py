@@ -202,14 +202,28 @@ async def _send_and_seal(
             if rounds == SEAL_ROUNDS_MAX:
                 why = f"{len(wanted)} chunks arrived damaged or found no room {SEAL_ROUNDS_MAX} times"
                 raise PeerRefused(why, is_final=True)
+            base = () if rounds or push.is_repair else base_of(state, push)  # what was refused as a patch comes whole
             rounds += 1
-            await io.send_chunks(peer, source, wanted, is_repair=push.is_repair)
+            await io.send_chunks(peer, source, wanted, base=base, is_repair=push.is_repair)
             manifest = await _manifest(io, state, source)
             seal = Seal(shard=WireShard.of(push.shard), sender=state.host_id, manifest=manifest)
             reply = await io.call_peer(peer, seal)
     except MemstoreError:
         await _abort(io, state, push, peer)
         raise
+
+
+def base_of(state: HolderState, push: Push) -> Sequence[bytes]:
+    """Return the chunks' digests of the newest older step of the rank here that is not on its way to the target.
+
+    The target has most likely a copy of it, and says for each chunk that it lacks whether it has the one in its place.
+    """
+    shard, under_way = push.shard, state.pushes.under_way
+    with state.store.lock:
+        here = [each for each in state.store.index.shards.values() if (each.shard, push.target) not in under_way]
+    own = [each for each in here if (each.shard.job, each.shard.rank) == (shard.job, shard.rank)]
+    older = [each for each in own if each.shard < shard]
+    return max(older, key=lambda each: each.shard).digests if older else ()
 
 
 async def _verify(io: HolderIo, state: HolderState, source: PushSource, wanted: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ import inspect
 import math
 import random
 import types
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -42,12 +42,10 @@ from memstore.core.wire.frame import Kind
 from memstore.core.wire.ids import Endpoint, WireShard
 from memstore.core.wire.orders import CallAnswered, DurablePlace, Lineage, StepLevel
 from memstore.core.wire.peer_messages import (
-    ChunkBatch,
     ChunkRun,
     ChunksLacking,
     FetchChunks,
     Offer,
-    OfferedChunk,
     Refused,
     WholeShard,
     decode_request,
@@ -66,6 +64,7 @@ from memstore.errors import (
 )
 from memstore.shell.net.channel import Frame
 from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
+from memstore.shell.peer.patches import Blocks, offer_of, patch_runs
 from memstore.testing.simulator.host.context import HostContext, RankLink
 from memstore.testing.simulator.world.memory import Crashed, DurableStorage
 from memstore.testing.simulator.world.virtual_time import Thread, Wait
@@ -84,11 +83,18 @@ class PeerCall:
 
     authenticated = True
 
-    def __init__(self, sender: HostContext, target: HostContext, source: OutgoingReplica | None = None) -> None:
-        self.sender, self.target, self.source = sender, target, source
+    def __init__(
+        self,
+        sender: HostContext,
+        target: HostContext,
+        source: OutgoingReplica | None = None,
+        blocks: Mapping[int, Blocks] | None = None,
+    ) -> None:
+        self.sender, self.target, self.source, self.blocks = sender, target, source, blocks or {}
         self.peer = f"simulated:{sender.host_id}"
         self.sent: list[tuple[codec.Message, bytes]] = []
         self.lack: list[int] = []
+        self.patches: list[int] = []
         self.went_bad = ""  # why the sender has to give up in the middle
         self.is_cut = source is not None and sender.world.network.take("resets")
         self._bulk = b""
@@ -153,22 +159,28 @@ class PeerCall:
             data = bytes([data[0] ^ 0x40]) + data[1:]
         self.sent.append((message, data))
         if isinstance(message, ChunksLacking):
-            self.lack = list(message.chunks)
+            self.lack, self.patches = list(message.chunks), list(message.patches)
 
     def recv(self, *, timeout_s: float | None) -> Frame:
         """The next chunk the server lacks, as it is in the sender's slots now; cut off after the first if so drawn."""
         assert self.source is not None
-        index = self.lack.pop(0)
+        is_patch = not self.lack
+        index = (self.patches if is_patch else self.lack).pop(0)
         if isinstance(self.source, StreamingReplica):
             self.target.shared_shards.travels(self.source.shard, index)
-        if self.is_cut and not self.lack:
+        if self.is_cut and not self.lack and not self.patches:
             raise PeerUnreachable("the simulated connection was reset in mid-batch", peer=self.peer)
         view = self._checked(index)
         if view is None:
             self.went_bad = f"chunk {index} went bad here"
             raise PeerUnreachable(self.went_bad, peer=self.peer)
+        masks: list[bytes] = []
+        if is_patch:
+            [(views, masks)] = patch_runs(self.source, [index], self.blocks)
+            view = views[0] or view
         self._bulk = self._flipped(bytes(view))
-        return Frame(Kind.CHUNK, 1, codec.encode(ChunkRun(sizes=(len(self._bulk),))), len(self._bulk))
+        run = ChunkRun(sizes=(len(self._bulk),), masks=tuple(masks))
+        return Frame(Kind.CHUNK, 1, codec.encode(run), len(self._bulk))
 
     def _checked(self, index: int) -> memoryview | None:
         assert self.source is not None
@@ -204,14 +216,18 @@ class PeerLink:
     endpoints = (Endpoint("simulated", 1),)
 
     def ask(
-        self, request: codec.Request[R], source: OutgoingReplica | None = None, limit_s: float = CALL_TIMEOUT_S
+        self,
+        request: codec.Request[R],
+        source: OutgoingReplica | None = None,
+        blocks: Mapping[int, Blocks] | None = None,
+        limit_s: float = CALL_TIMEOUT_S,
     ) -> Generator[Wait, None, R]:
         """Send a request after the link's delay; PeerUnreachable if it does not get through, or no answer back."""
         yield from self._travel(limit_s)
         fresh = request.shard.id if isinstance(request, Offer) and request.digest is None else None
         if fresh is not None and (yield from self.peer.before_offer(fresh, self.holder)):
             yield from self._travel()
-        asked = PeerCall(self.holder, self.peer, source)
+        asked = PeerCall(self.holder, self.peer, source, blocks)
         if isinstance(request, WholeShard):
             asked.bring()
         return asked.ask(request)
@@ -470,19 +486,14 @@ class VirtualIo:
         return await _through(cast(PeerLink, peer).ask(request, limit_s=limit_s))
 
     async def send_chunks(
-        self, peer: holder_io.Peer, source: PushSource, chunks: Sequence[int], *, is_repair: bool
+        self, peer: holder_io.Peer, source: PushSource, chunks: Sequence[int], *, base: Sequence[bytes], is_repair: bool
     ) -> None:
         """As in HolderIo."""
         shipment = cast(OutgoingReplica, source)
         for batch in [list(chunks[i : i + BATCH_CHUNKS]) for i in range(0, len(chunks), BATCH_CHUNKS)]:
             await _wait(lambda: shipment.has_digests(batch))  # noqa: B023
-            offered = zip(batch, shipment.digests(batch), (shipment.sizes[i] for i in batch), strict=True)
-            request = ChunkBatch(
-                shard=WireShard.of(shipment.shard),
-                sender=self.holder.host_id,
-                chunks=tuple(OfferedChunk(*chunk) for chunk in offered),
-            )
-            reply = await _through(cast(PeerLink, peer).ask(request, shipment))
+            request, blocks = offer_of(shipment, base, self.holder.host_id, batch)
+            reply = await _through(cast(PeerLink, peer).ask(request, shipment, blocks))
             if isinstance(reply, Refused):
                 raise PeerRefused(reply.why, is_final=reply.is_final)
 

@@ -14,9 +14,10 @@ from memstore.core.arena.slot_table import SlotState, SlotTable
 from memstore.core.format.manifest import manifest_name
 from memstore.core.holder import lost_files
 from memstore.core.holder.puts import seal
-from memstore.core.wire.peer_messages import ChunksLacking
+from memstore.core.wire.peer_messages import ChunksLacking, OfferedChunk
 from memstore.core.wire.rank_messages import PutReady
 from memstore.shell.holder.scrub import Scrubber
+from memstore.shell.peer import patches
 from memstore.shell.peer.server import PeerServer
 from memstore.testing.faults.catalogue import Fault
 from memstore.testing.simulator.planted.bug import BETWEEN_STEPS, planted, row
@@ -49,6 +50,12 @@ def digest_skipped_on_arrival(real: Any, self: Store, replica: IncomingReplica, 
         self.index.fill(replica, index, number, replica.digests[index], nbytes, self.clock.time())
     self.flush()
     return []
+
+
+@planted("patch-not-digested", "R13", "R6", Fault(3.0, "flip-in-transit", count=4), at=(patches, "_built"))
+def patch_not_digested(real: Any, replicas: Store, chunk: OfferedChunk, *how: Any) -> bytes:
+    """A chunk that was built of a patch is taken for the one that was offered, whatever it is."""
+    return chunk.digest if real(replicas, chunk, *how) else b""
 
 
 @planted("digests-of-the-put-before", "R14", "R8")

@@ -365,10 +365,12 @@ class SimRank:
     def content(self, step: int) -> list[bytes]:
         """Return its state at a step: one chunk that never changes, one equal on all ranks, one of its own.
 
-        The launch is in it. Two launches that reach the same step have different bytes, so mixing them shows.
+        The launch is in it. Two launches that reach the same step have different bytes, so mixing them shows. Of its
+        own chunk a quarter changes from step to step: it travels as a patch.
         """
-        texts = ("frozen layer", f"replicated {self.key} {step}", f"own {self.key} {self.rank} {step}")
-        return [chunk_of(text) for text in texts]
+        frozen, replicated = chunk_of("frozen layer"), chunk_of(f"replicated {self.key} {step}")
+        kept, changed = (chunk_of(f"own {self.key} {self.rank} {text}") for text in ("", step))
+        return [frozen, replicated, changed[: len(kept) // 4] + kept[len(kept) // 4 :]]
 
     def digests_of(self, step: int, content: list[bytes]) -> bytes | None:
         """Return the digests that it took with its copy, joined; every other step its holder digests (R14)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -361,7 +361,7 @@ class PushHost(ScriptedIo):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.stored = StoredReplica(SHARD, ShardSpec("0" * 32, 16, 8, 2, 1), (b"0", b"1"), [4, 5])
-        self.index = SimpleNamespace(find=lambda shard, digest: self.stored)
+        self.index = SimpleNamespace(find=lambda shard, digest: self.stored, shards={(SHARD, "d"): self.stored})
         self.pinned: list[Replica] = []
         link: Any = SimpleNamespace(nonce="n", owner=None, job=SHARD.job, rank=SHARD.rank, attempt=SHARD.attempt)
         self.state.ranks.links["n"] = link
@@ -419,7 +419,18 @@ class PushHost(ScriptedIo):
     @property
     def sent(self) -> list[list[int]]:
         """The chunks that were sent in each round."""
-        return [list(chunks) for _, _, chunks, _ in self.of("send_chunks")]
+        return [list(chunks) for _, _, chunks, *_ in self.of("send_chunks")]
+
+    @property
+    def bases(self) -> list[tuple[bytes, ...]]:
+        """The digests of the chunks that each round may send patches of."""
+        return [tuple(base) for _, _, _, base, _ in self.of("send_chunks")]
+
+    def keep(self, *shards: ShardId) -> None:
+        """Have other shards here, whose only chunk's digest is named for the step."""
+        for each in shards:
+            stored = StoredReplica(each, ShardSpec("1" * 32, 8, 8, 1, 1), (b"step %d" % each.step,), [6])
+            self.index.shards[each, stored.spec.digest] = stored
 
     @property
     def reported(self) -> list[str]:
@@ -462,6 +473,32 @@ def test_the_rank_is_reported_when_the_last_of_its_copies_is_sealed() -> None:
     assert host.reported == []
     host.play_started(0)
     assert host.reported == ["replicated", "replicated"]
+
+
+def test_patches_are_of_the_newest_older_step_that_the_target_may_have() -> None:
+    """Not of a newer step, another rank's, or one that is on its way to the target still."""
+    host = PushHost()
+    host.push()
+    assert host.bases == [()]
+    older = [replace(SHARD, attempt=0, step=9), replace(SHARD, step=1)]
+    host.keep(*older, replace(SHARD, step=3), replace(SHARD, step=1, rank=1), replace(SHARD, job="other", step=1))
+    host.push()
+    assert begin(host.state, Push(older[1], "1" * 32, "b"))
+    host.play(run(host, host.state, Push(SHARD, "d", "b")))
+    host.play(run(host, host.state, Push(SHARD, "d", "c")))
+    assert host.bases[1:] == [(b"step 1",), (b"step 9",), (b"step 1",)]
+
+
+def test_repairs_and_chunks_that_were_refused_travel_whole() -> None:
+    """A base that is bad at the target would spoil every patch of it."""
+    host = PushHost()
+    host.keep(replace(SHARD, step=1))
+    host.push(is_repair=True)
+    assert host.bases == [()]
+    host = PushHost(lambda request: ChunksLacking(chunks=(1,)) if isinstance(request, Seal) else take(request))
+    host.keep(replace(SHARD, step=1))
+    host.push()
+    assert host.bases == [(b"step 1",)] + [()] * (SEAL_ROUNDS_MAX - 1)
 
 
 def test_chunks_that_arrive_damaged_are_sent_again_and_not_for_ever() -> None:
