@@ -3,27 +3,34 @@
     slice: ordered --its turn under the job's cap--> its chunks copied, each digested --> written --> reported
               '--the step is to be written no more--> nothing is said      '--a chunk went bad--> reported as failed
 
-The chunks of a slice are copied first: a pin that is held while storage hangs would keep slots that puts need.
+The chunks of a slice are copied first: a pin that is held while storage hangs would keep slots that puts need. Then
+those of the order's base are looked at: what is equal there is not written again. If it is gone all chunks are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any, TypeVar
 
-import msgspec
+from msgspec import structs
 
 from memstore.core.arena.replica_index import StoredReplica
+from memstore.core.durable.increments import Base, Origins, plan_origins
+from memstore.core.durable.markers import slice_uses
 from memstore.core.durable.paths import other_key
-from memstore.core.holder.holder_io import HolderIo, Lane, Stop
+from memstore.core.durable.slice_format import slice_tag
+from memstore.core.format.manifest import decode_manifest
+from memstore.core.holder.holder_io import HolderIo, Lane, Stop, Storage
 from memstore.core.holder.inventory import report_copy
 from memstore.core.holder.state import HolderState
-from memstore.core.wire.orders import DurableOrder, ListMarkers, RemoveStep, WriteMarker, WriteSlices
+from memstore.core.wire.ids import WireSliceUse
+from memstore.core.wire.orders import DurableOrder, ListMarkers, RemoveStep, SlicesOfShard, WriteMarker, WriteSlices
 from memstore.core.wire.reports import MarkersListed, MarkerWritten, SliceWritten, StepRemoved
 from memstore.errors import IntegrityError, MemstoreError
-from recovery.inventory import DurableMarker, ShardId
+from recovery.inventory import DurableMarker, ShardId, SliceRef, SliceUse
 
 T = TypeVar("T")
 
@@ -49,10 +56,10 @@ class Slice:
     """One slice of a shard that is to be written."""
 
     order: WriteSlices
-    shard: ShardId
-    digest: str
+    part: SlicesOfShard
     number: int
     stop: Stop
+    base_digests: list[bytes]  # of the base's chunks, shared by the shard's slices; empty until one has read them
 
 
 def slices(state: HolderState, order: WriteSlices) -> list[Slice]:
@@ -69,30 +76,58 @@ def slices(state: HolderState, order: WriteSlices) -> list[Slice]:
     if key not in state.stops or state.stops[key].is_set:  # more slices may be ordered, and a step may be begun again
         state.stops[key] = Stop()
     flag = state.stops[key]
-    return [Slice(order, part.shard.id, part.digest, number, flag) for part in order.parts for number in part.numbers]
+    known: list[list[bytes]] = [[] for _ in order.parts]
+    parts = zip(order.parts, known, strict=True)
+    return [Slice(order, part, number, flag, digests) for part, digests in parts for number in part.numbers]
 
 
 async def write(io: HolderIo, state: HolderState, piece: Slice) -> None:
     """Write one slice and report it; report nothing if it is not wanted any more."""
-    order, shard, number = piece.order, piece.shard, piece.number
+    order, shard, number = piece.order, piece.part.shard.id, piece.number
     report = SliceWritten(job=order.job, step=order.step, rank=shard.rank, number=number, key=None, problem=None)
     try:
         if not await _is_wanted(io, state, piece):
             return
         storage = await io.open_durable(order.durable)
-        report = msgspec.structs.replace(report, key=storage.key)
+        report = structs.replace(report, key=storage.key)
         if order.key is not None and order.key != storage.key:
-            report = msgspec.structs.replace(report, problem=other_key(order.key, storage.key))
+            report = structs.replace(report, problem=other_key(order.key, storage.key))
         else:
-            stored, manifest, chunks = await _copied(io, state, shard, piece.digest, number)
-            if not await io.write_slice(storage, shard, stored.spec, number, manifest, chunks, piece.stop):
+            stored, manifest, chunks = await _copied(io, state, shard, piece.part.digest, number)
+            origins, bases = await _planned(io, storage, piece, stored)
+            chunks = [b"" if ref is not None else chunk for chunk, ref in zip_longest(chunks, origins)]
+            if not await io.write_slice(storage, shard, stored.spec, number, manifest, chunks, piece.stop, origins):
                 return
+            report = structs.replace(report, use=WireSliceUse.of(SliceUse(slice_tag(origins), bases)))
     except MemstoreError as exc:
-        report = msgspec.structs.replace(report, problem=str(exc))
+        report = structs.replace(report, problem=str(exc))
     except Exception as exc:
         await io.unexpected("durable write", exc)
-        report = msgspec.structs.replace(report, problem=repr(exc))
+        report = structs.replace(report, problem=repr(exc))
     state.report(report)
+
+
+async def _planned(
+    io: HolderIo, storage: Storage, piece: Slice, stored: StoredReplica
+) -> tuple[Origins, tuple[SliceRef, ...]]:
+    """Return which older slice has each chunk, and all that a reader opens; nothing if the base is not there."""
+    base, shard, spec, number = piece.part.base, piece.part.shard.id, stored.spec, piece.number
+    if base is None:
+        return (), ()
+    step = base.step.id
+    ref = SliceRef(step, base.digest, base.tags[number] if base.tags else "")
+    try:
+        if not piece.base_digests:
+            older, place = replace(shard, attempt=step.attempt, step=step.step), piece.order.durable
+            place = structs.replace(place, key=storage.key, tags=base.tags)
+            manifest = await io.read_durable_manifest(place, older, replace(spec, digest=base.digest))
+            piece.base_digests[:] = [chunk.digest for chunk in decode_manifest(manifest).chunks]
+        headers = await io.read_slice_headers(storage, shard, spec, number, ref)
+        found = Base(ref, piece.base_digests, headers)
+        return plan_origins(spec, number, stored.digests, found, piece.part.bases_max)
+    except IntegrityError as exc:
+        await io.warn(f"durable write: slice {number} of {shard} is written whole: {exc}")
+        return (), ()
 
 
 async def _is_wanted(io: HolderIo, state: HolderState, piece: Slice) -> bool:
@@ -100,7 +135,7 @@ async def _is_wanted(io: HolderIo, state: HolderState, piece: Slice) -> bool:
     order = piece.order
     if piece.stop.is_set:
         return False
-    pinned = state.store.pin(piece.shard, piece.digest)
+    pinned = state.store.pin(piece.part.shard.id, piece.part.digest)
     if pinned is None:
         return True
     state.store.unpin(*pinned)  # its turn may be far off
@@ -131,7 +166,7 @@ async def _copied(
 async def marker(io: HolderIo, state: HolderState, order: WriteMarker) -> None:
     """Write the marker of a step whose parts are all there, report it, then remove what abandoned writes left."""
     step, place, specs = order.step.id, order.durable, {rank: spec.spec for rank, spec in order.specs.items()}
-    record = DurableMarker(step, len(specs), specs, order.key)
+    record = DurableMarker(step, len(specs), specs, order.key, slice_uses(order.uses))
     _, problem = await outcome(io, "durable write", io.store_marker(place, order.job, record, order.lineage))
     state.report(MarkerWritten(job=order.job, step=order.step, key=order.key, problem=problem or None))
     if problem:

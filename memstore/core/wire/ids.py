@@ -11,7 +11,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from memstore.core.wire.codec import Row
-from recovery.inventory import Copy, ShardId, ShardSpec, StepId
+from recovery.inventory import Copy, ShardId, ShardSpec, SliceRef, SliceUse, StepId
 
 UNSIGNED_LIMIT = 1 << 62
 """Every attempt, step, rank, size and count is below this, as in manifests."""
@@ -21,6 +21,7 @@ Positive = Annotated[int, Meta(ge=1, lt=UNSIGNED_LIMIT, description="a whole num
 Seconds = Annotated[float, Meta(ge=0, lt=1e9, description="a time that another process measured")]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z", description="a name, as check_name allows")]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z", description="xxh3-128 of a manifest, in hex")]
+Tag = Annotated[str, Meta(pattern=r"^(?:[0-9a-f]{16})?\Z", description="a slice's tag; empty: it is whole")]
 ChunkDigest = Annotated[bytes, Meta(min_length=16, max_length=16, description="xxh3-128 of a chunk")]
 
 
@@ -110,3 +111,34 @@ class WireCopy(Row, frozen=True):
     def on(self, host_id: str) -> Copy:
         """Return the copy as one on that host."""
         return Copy(self.shard.id, self.spec.spec, host_id, frozenset(self.missing))
+
+
+class WireSliceRef(Row, frozen=True):
+    """A slice of an older durable step, with the rank and number of the one that reads it."""
+
+    attempt: Unsigned
+    step: Unsigned
+    digest: Digest
+    tag: Tag
+
+
+class WireSliceUse(Row, frozen=True):
+    """How a slice lies in durable storage, and which older ones it reads."""
+
+    tag: Tag
+    bases: tuple[WireSliceRef, ...]
+
+    @classmethod
+    def of(cls, use: SliceUse) -> WireSliceUse:
+        """Return the row of a slice's use."""
+        bases = tuple(WireSliceRef(ref.step.attempt, ref.step.step, ref.digest, ref.tag) for ref in use.bases)
+        return cls(use.tag, bases)
+
+    @property
+    def use(self) -> SliceUse:
+        """Return the slice's use."""
+        return SliceUse(self.tag, tuple(SliceRef(StepId(r.attempt, r.step), r.digest, r.tag) for r in self.bases))
+
+
+WireUses = dict[Unsigned, tuple[WireSliceUse, ...]]
+"""By rank; the slices of one that is left out are all whole."""

@@ -22,7 +22,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
 from memstore.core.arena.slot_table import Owner, PeerShare
-from memstore.core.durable.slice_format import slice_nbytes, slice_range
+from memstore.core.durable.increments import Origins
+from memstore.core.durable.slice_format import SliceHeader, slice_nbytes, slice_range
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder import holder_io, orders
 from memstore.core.holder.holder_io import (
@@ -54,7 +55,7 @@ from memstore.shell.holder.send_gate import SendGate
 from memstore.shell.peer.client import PeerClient, RateLimit
 from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
 from memstore.shell.threads import OwnThreads, await_ended, lower_thread_priority
-from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
+from recovery.inventory import DurableMarker, ShardId, ShardSpec, SliceRef, StepId
 
 # -- put timings --------------------------------------------------------------------------------------
 # Collects what this host's ranks measured of their puts, for metrics; no put waits for it (R11).
@@ -360,13 +361,21 @@ class BlockingIo:
         manifest: bytes,
         chunks: Sequence[bytes],
         stop: Stop,
+        origins: Origins = (),
     ) -> bool:
         """As in HolderIo."""
         with self._at_storage():
             nbytes = cast(PartsTier, storage).write_slice(
-                shard, spec, number, manifest, chunks, should_stop=lambda: stop.is_set
+                shard, spec, number, manifest, chunks, should_stop=lambda: stop.is_set, origins=origins
             )
         return nbytes is not None
+
+    async def read_slice_headers(
+        self, storage: Storage, shard: ShardId, spec: ShardSpec, number: int, ref: SliceRef
+    ) -> dict[SliceRef, SliceHeader]:
+        """As in HolderIo."""
+        with self._at_storage():
+            return cast(PartsTier, storage).read_headers(shard, spec, number, ref)
 
     async def store_marker(self, place: DurablePlace, job: str, marker: DurableMarker, lineage: Lineage) -> None:
         """As in HolderIo."""

@@ -95,7 +95,7 @@ def test_marker_with_a_sound_digest_and_bad_fields_is_refused(old: str, new: str
     """The digest is not trusted to vouch for the contents: every field is checked."""
 
     def sealed(text: str) -> bytes:
-        record = b"memstore-marker 3\n" + text.encode(errors="surrogateescape") + b"\n"
+        record = b"memstore-marker 4\n" + text.encode(errors="surrogateescape") + b"\n"
         return record + xxhash.xxh3_128_hexdigest(record).encode() + b"\n"
 
     assert decode_marker(sealed(GOOD)).marker.step == StepId(1, 2)
@@ -153,7 +153,7 @@ def test_slice_headers_round_trip_and_no_damage_passes(spec: ShardSpec, pick: in
     header = header_of(spec, number)
     data, payload_nbytes = header.encode(), sum(header.stored_nbytes)
     file_nbytes = len(data) + header.manifest_nbytes + payload_nbytes
-    assert len(data) == header_nbytes(spec, number) == header.nbytes
+    assert len(data) == header_nbytes(spec, number, 0) == header.nbytes
     assert decode_header(data + b"more", spec, number, file_nbytes=file_nbytes) == header
     end = len(data) + header.manifest_nbytes
     for index in slice_range(spec, number):
