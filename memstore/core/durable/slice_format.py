@@ -9,7 +9,8 @@ different bytes never meet. One file:
     ... after that   the manifest, in slice 0 only
     ... after that   chunks, as stored: plain, or compressed where the top bit of the size is set, or encrypted
 
-A chunk that an older slice has takes no bytes here: it is read there (`increments.py`).
+A chunk that an older slice has takes no bytes here: it is read there. One that has both is that one, patched with what
+is here (`increments.py`).
 
 The sizes must add up to the file's, so a slice cut short or altered in its frame is refused before anything is
 allocated. Chunk bytes are checked by the reader against the manifest. Read `markers.py` next.
@@ -194,7 +195,8 @@ def decode_header(data: bytes, spec: ShardSpec, number: int, *, file_nbytes: int
         if header.origin(index) is not None and not nbytes:
             continue
         plain, nbytes = spec.chunk_nbytes(index), nbytes - TAG_BYTES * header.is_encrypted
-        if not 0 < nbytes < plain if is_compressed else nbytes != plain:
+        is_short = is_compressed or header.origin(index) is not None
+        if not 0 < nbytes < plain if is_short else nbytes != plain:
             raise IntegrityError(f"chunk {index} of {plain} bytes is said to take {nbytes}")
     return header
 

@@ -4,7 +4,8 @@
               '--the step is to be written no more--> nothing is said      '--a chunk went bad--> reported as failed
 
 The chunks of a slice are copied first: a pin that is held while storage hangs would keep slots that puts need. Then
-those of the order's base are looked at: what is equal there is not written again. If it is gone all chunks are.
+those of the order's base are looked at: what is equal there is not written again. If it is gone all chunks are. Of
+chunks that changed only the blocks that did are written, where this holder wrote the base and remembers its blocks.
 """
 
 from __future__ import annotations
@@ -12,16 +13,15 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
 from typing import Any, TypeVar
 
 from msgspec import structs
 
 from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.durable.increments import Base, Origins, plan_origins
+from memstore.core.durable.increments import Base, Origins, block_digests, make_patch, plan_origins
 from memstore.core.durable.markers import slice_uses
 from memstore.core.durable.paths import other_key
-from memstore.core.durable.slice_format import slice_tag
+from memstore.core.durable.slice_format import slice_range, slice_tag
 from memstore.core.format.manifest import decode_manifest
 from memstore.core.holder.holder_io import HolderIo, Lane, Stop, Storage
 from memstore.core.holder.inventory import report_copy
@@ -75,6 +75,7 @@ def slices(state: HolderState, order: WriteSlices) -> list[Slice]:
         state.stops.pop(old).is_set = True
     if key not in state.stops or state.stops[key].is_set:  # more slices may be ordered, and a step may be begun again
         state.stops[key] = Stop()
+    state.keep_blocks(job, {step, *(part.base.step.id for part in order.parts if part.base is not None)})
     flag = state.stops[key]
     known: list[list[bytes]] = [[] for _ in order.parts]
     parts = zip(order.parts, known, strict=True)
@@ -94,8 +95,12 @@ async def write(io: HolderIo, state: HolderState, piece: Slice) -> None:
             report = structs.replace(report, problem=other_key(order.key, storage.key))
         else:
             stored, manifest, chunks = await _copied(io, state, shard, piece.part.digest, number)
-            origins, bases = await _planned(io, storage, piece, stored)
-            chunks = [b"" if ref is not None else chunk for chunk, ref in zip_longest(chunks, origins)]
+            origins: Origins = ()
+            bases: tuple[SliceRef, ...] = ()
+            if piece.part.bases_max:
+                base = await _base(io, storage, piece, stored)
+                compared = partial(_planned, state, piece, stored, chunks, base)
+                origins, bases, chunks, state.blocks[shard, piece.part.digest, number] = await io.on_store(compared)
             if not await io.write_slice(storage, shard, stored.spec, number, manifest, chunks, piece.stop, origins):
                 return
             report = structs.replace(report, use=WireSliceUse.of(SliceUse(slice_tag(origins), bases)))
@@ -107,27 +112,50 @@ async def write(io: HolderIo, state: HolderState, piece: Slice) -> None:
     state.report(report)
 
 
-async def _planned(
-    io: HolderIo, storage: Storage, piece: Slice, stored: StoredReplica
-) -> tuple[Origins, tuple[SliceRef, ...]]:
-    """Return which older slice has each chunk, and all that a reader opens; nothing if the base is not there."""
+async def _base(io: HolderIo, storage: Storage, piece: Slice, stored: StoredReplica) -> Base | None:
+    """Return the slice of the order's base; None if there is none, or it is not there."""
     base, shard, spec, number = piece.part.base, piece.part.shard.id, stored.spec, piece.number
     if base is None:
-        return (), ()
-    step = base.step.id
-    ref = SliceRef(step, base.digest, base.tags[number] if base.tags else "")
+        return None
+    ref = SliceRef(base.step.id, base.digest, base.tags[number] if base.tags else "")
     try:
         if not piece.base_digests:
-            older, place = replace(shard, attempt=step.attempt, step=step.step), piece.order.durable
-            place = structs.replace(place, key=storage.key, tags=base.tags)
-            manifest = await io.read_durable_manifest(place, older, replace(spec, digest=base.digest))
+            place = structs.replace(piece.order.durable, key=storage.key, tags=base.tags)
+            manifest = await io.read_durable_manifest(place, _shard_of(shard, ref), replace(spec, digest=ref.digest))
             piece.base_digests[:] = [chunk.digest for chunk in decode_manifest(manifest).chunks]
-        headers = await io.read_slice_headers(storage, shard, spec, number, ref)
-        found = Base(ref, piece.base_digests, headers)
-        return plan_origins(spec, number, stored.digests, found, piece.part.bases_max)
+        return Base(ref, piece.base_digests, await io.read_slice_headers(storage, shard, spec, number, ref))
     except IntegrityError as exc:
         await io.warn(f"durable write: slice {number} of {shard} is written whole: {exc}")
-        return (), ()
+        return None
+
+
+def _planned(
+    state: HolderState, piece: Slice, stored: StoredReplica, chunks: list[bytes], base: Base | None
+) -> tuple[Origins, tuple[SliceRef, ...], list[bytes], list[bytes]]:
+    """Return which older slice has each chunk, all that a reader opens, what is written, and the blocks' digests."""
+    spec, number, shard, here = stored.spec, piece.number, piece.part.shard.id, slice_range(stored.spec, piece.number)
+    if base is None:
+        return (), (), chunks, [block_digests(chunk) for chunk in chunks]
+    same = [stored.digests[index] == base.digests[index] for index in here]
+    known = state.blocks.get((_shard_of(shard, base.ref), base.ref.digest, number), [b""] * len(here))
+    rows = list(zip(chunks, same, known, strict=True))
+    blocks = [was if is_same and was else block_digests(chunk) for chunk, is_same, was in rows]
+    patches = {
+        index: make_patch(chunk, now, was)
+        for index, now, (chunk, is_same, was) in zip(here, blocks, rows, strict=True)
+        if was and not is_same
+    }
+    origins, bases = plan_origins(spec, number, stored.digests, base, piece.part.bases_max, patches)
+    written = [
+        chunk if ref is None else patches.get(index, b"")
+        for index, chunk, ref in zip(here, chunks, origins, strict=True)
+    ]
+    return origins, bases, written, blocks
+
+
+def _shard_of(shard: ShardId, ref: SliceRef) -> ShardId:
+    """Return the same rank's shard of an older step."""
+    return replace(shard, attempt=ref.step.attempt, step=ref.step.step)
 
 
 async def _is_wanted(io: HolderIo, state: HolderState, piece: Slice) -> bool:

@@ -54,8 +54,9 @@ class Codec:
         chunks: Sequence[bytes],
         origins: tuple[SliceRef | None, ...] = (),
     ) -> list[bytes]:
-        """Return the pieces of a slice's file: header, manifest, chunks; one that an older slice has is empty."""
-        packed = [_compressed(chunk) if self.is_compressing and chunk else None for chunk in chunks]
+        """Return the pieces of a slice's file: header, manifest, chunks; of one that an older slice has its patch."""
+        refs = zip(chunks, origins or (None,) * len(chunks), strict=True)
+        packed = [_compressed(chunk) if self.is_compressing and ref is None else None for chunk, ref in refs]
         bodies = [chunk if short is None else short for chunk, short in zip(chunks, packed, strict=True)]
         is_compressed = tuple(short is not None for short in packed)
         if self.key is None:
@@ -84,6 +85,10 @@ class Codec:
     def open_manifest(self, header: SliceHeader, stored: bytes) -> bytes:
         """Return the manifest; IntegrityError if it was altered, ConfigError without the right key."""
         return self._decrypted(header, 0, stored)
+
+    def open_patch(self, header: SliceHeader, index: int, stored: bytes) -> bytes:
+        """Return what makes an older slice's chunk this one; errors are those of `open_chunk`."""
+        return self._decrypted(header, index + 1, stored)
 
     def open_chunk(self, header: SliceHeader, index: int, stored: bytes, view: memoryview) -> None:
         """Fill `view` with a chunk; IntegrityError if it was altered, ConfigError without the right key."""

@@ -11,11 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from urllib.parse import unquote
 
 import xxhash
 
-from memstore.core.durable.increments import needed_names, part_names
+from memstore.core.durable.increments import apply_patch, needed_names, part_names
 from memstore.core.durable.markers import MARKER_LIMIT_BYTES, MarkerRecord, decode_marker, encode_marker
 from memstore.core.durable.paths import MARKER, is_step_file, slice_name
 from memstore.core.durable.slice_format import (
@@ -73,7 +74,7 @@ class PartsTier:
             spec: Says into which slices the shard is cut (`slice_format.slice_range`).
             number: Of the slice.
             manifest: Opaque; its xxh3-128 is the shard's digest (R14). Stored with slice 0.
-            chunks: Those of the slice, in order; b"" for one that an older slice has.
+            chunks: Those of the slice, in order; of one that an older slice has what it is patched with, or b"".
             should_stop: Asked between chunks; True abandons the write and leaves nothing behind.
             origins: Of every chunk the older slice that has it, or None; empty: the slice is whole.
 
@@ -90,8 +91,9 @@ class PartsTier:
                 return None
             pieces.append(bytes(chunk))
         found, wanted = [len(piece) for piece in pieces], slice_range(spec, number)
-        own = [not ref for ref in origins] or [True] * len(wanted)
-        if found != [spec.chunk_nbytes(index) * here for index, here in zip(wanted, own, strict=True)]:
+        refs = origins or (None,) * len(wanted)
+        sizes = [None if ref else spec.chunk_nbytes(index) for index, ref in zip(wanted, refs, strict=True)]
+        if [nbytes if size else size for nbytes, size in zip_longest(found, sizes)] != sizes:
             raise InternalError(f"slice {number} of {shard} has chunks {wanted} and was given {found} bytes")
         stored = self.codec.seal(spec, number, head, pieces, origins if any(origins) else ())
         wrote = self.files.write(shard.job, _step_of(shard), name, stored, should_stop=should_stop, is_once=True)
@@ -238,28 +240,25 @@ class PartsTier:
                 f"of {spec.chunk_bytes} bytes, {spec.nbytes} in all"
             )
         number = index // slice_chunks(spec)
-        self._read_chunk(shard, spec, index, self._ref(shard, spec, number), view)
+        self._read_chunk(shard, spec, index, self._ref(shard, spec, number), view.cast("B"))
 
     def _read_chunk(self, shard: ShardId, spec: ShardSpec, index: int, ref: SliceRef, view: memoryview) -> None:
-        """Fill `view` with a chunk of slice `ref`, or of the older one that has it."""
+        """Fill `view` with a chunk of slice `ref`, or of the older one that has it, patched with what is here."""
         number = index // slice_chunks(spec)
         with self._opened(shard, spec, number, ref) as (reader, header):
-            origin = header.origin(index)
-            if origin is None:
-                with self._naming(self._place(shard, number, ref)):
-                    self._read_stored(reader, header, index, view.cast("B"))
+            origin, (offset, nbytes, is_compressed) = header.origin(index), header.chunk_place(index)
+            if origin is None and not (is_compressed or header.is_encrypted):
+                reader.read_into(offset, view)
+                return
+            stored = bytearray(nbytes)
+            reader.read_into(offset, memoryview(stored))
         if origin is not None:
             self._read_chunk(shard, spec, index, origin, view)
-
-    def _read_stored(self, reader: DurableReader, header: SliceHeader, index: int, view: memoryview) -> None:
-        """Fill `view` with a chunk that an open slice has."""
-        offset, nbytes, is_compressed = header.chunk_place(index)
-        if not (is_compressed or header.is_encrypted):
-            reader.read_into(offset, view)
-            return
-        stored = bytearray(nbytes)
-        reader.read_into(offset, memoryview(stored))
-        self.codec.open_chunk(header, index, bytes(stored), view)
+        with self._naming(self._place(shard, number, ref)):
+            if origin is None:
+                self.codec.open_chunk(header, index, bytes(stored), view)
+            elif stored:
+                apply_patch(view, self.codec.open_patch(header, index, bytes(stored)))
 
     def remove_step(self, job: str, step: StepId, *, only_unmarked: bool = False) -> None:
         """Remove the marker, make that durable, then what no newer step reads; a step that is not there is fine.
