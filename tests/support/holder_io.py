@@ -173,7 +173,7 @@ class ScriptedIo:
     async def open_durable(self, place: DurablePlace) -> Storage:
         return OpenStorage(self.key)
 
-    async def slice_turn(self, job: str, stored: StoredReplica, number: int, bytes_per_s: int | None) -> float:
+    async def slice_turn(self, job: str, nbytes: int, bytes_per_s: int | None) -> float:
         return 0.0
 
     async def copy_slice(self, stored: StoredReplica, number: int) -> tuple[list[bytes], int | None]:

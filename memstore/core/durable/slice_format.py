@@ -62,11 +62,6 @@ def slice_range(spec: ShardSpec, number: int) -> range:
     return range(number * each, min((number + 1) * each, spec.chunks_count))
 
 
-def slice_nbytes(spec: ShardSpec, number: int) -> int:
-    """Return the payload bytes of a slice."""
-    return sum(spec.chunk_nbytes(index) for index in slice_range(spec, number))
-
-
 def header_nbytes(spec: ShardSpec, number: int, bases_count: int = BASES_LIMIT) -> int:
     """Return the size of a slice's header, at most or with so many bases."""
     return _FIELDS.size + _BASE.size * bases_count + _SIZE.size * len(slice_range(spec, number)) + _CHECK.size

@@ -194,8 +194,8 @@ class HolderIo(Protocol):
     async def open_durable(self, place: DurablePlace) -> Storage:
         """Return the storage of a job, under the key that is in this host's key file now."""
 
-    async def slice_turn(self, job: str, stored: StoredReplica, number: int, bytes_per_s: int | None) -> float:
-        """Take a turn for a slice under the job's cap for this host; return the seconds until it may be written."""
+    async def slice_turn(self, job: str, nbytes: int, bytes_per_s: int | None) -> float:
+        """Take a turn for a slice's bytes under the job's cap for this host; return the seconds until it may begin."""
 
     async def copy_slice(self, stored: StoredReplica, number: int) -> tuple[list[bytes], int | None]:
         """Copy a slice's chunks; return them and None, or [] and the index of the first chunk with a wrong digest."""

@@ -1,6 +1,6 @@
 """Carries out durable orders: slices of shards, markers, removals, lists; never on a path that a put waits for (R31).
 
-    slice: ordered --its turn under the job's cap--> its chunks copied, each digested --> written --> reported
+    slice: ordered --> its chunks copied, each digested --its turn under the job's cap--> written --> reported
               '--the step is to be written no more--> nothing is said      '--a chunk went bad--> reported as failed
 
 The chunks of a slice are copied first: a pin that is held while storage hangs would keep slots that puts need. Then
@@ -87,7 +87,7 @@ async def write(io: HolderIo, state: HolderState, piece: Slice) -> None:
     order, shard, number = piece.order, piece.part.shard.id, piece.number
     report = SliceWritten(job=order.job, step=order.step, rank=shard.rank, number=number, key=None, problem=None)
     try:
-        if not await _is_wanted(io, state, piece):
+        if piece.stop.is_set:
             return
         storage = await io.open_durable(order.durable)
         report = structs.replace(report, key=storage.key)
@@ -101,6 +101,8 @@ async def write(io: HolderIo, state: HolderState, piece: Slice) -> None:
                 base = await _base(io, storage, piece, stored)
                 compared = partial(_planned, state, piece, stored, chunks, base)
                 origins, bases, chunks, state.blocks[shard, piece.part.digest, number] = await io.on_store(compared)
+            if not await _is_wanted(io, state, piece, sum(map(len, chunks))):
+                return
             if not await io.write_slice(storage, shard, stored.spec, number, manifest, chunks, piece.stop, origins):
                 return
             report = structs.replace(report, use=WireSliceUse.of(SliceUse(slice_tag(origins), bases)))
@@ -158,16 +160,9 @@ def _shard_of(shard: ShardId, ref: SliceRef) -> ShardId:
     return replace(shard, attempt=ref.step.attempt, step=ref.step.step)
 
 
-async def _is_wanted(io: HolderIo, state: HolderState, piece: Slice) -> bool:
+async def _is_wanted(io: HolderIo, state: HolderState, piece: Slice, nbytes: int) -> bool:
     """Wait for a slice's turn; return False if it is not wanted any more."""
-    order = piece.order
-    if piece.stop.is_set:
-        return False
-    pinned = state.store.pin(piece.part.shard.id, piece.part.digest)
-    if pinned is None:
-        return True
-    state.store.unpin(*pinned)  # its turn may be far off
-    wait_s = await io.slice_turn(order.job, pinned[0], piece.number, order.durable.bytes_per_s)
+    wait_s = await io.slice_turn(piece.order.job, nbytes, piece.order.durable.bytes_per_s)
     return not (await io.wait_for(lambda: piece.stop.is_set or state.is_stopping(), wait_s))
 
 

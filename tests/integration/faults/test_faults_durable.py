@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -57,6 +58,41 @@ def test_durable_storage_alone_knows_the_job(tmp_path: Path, nursery: RankNurser
         ranks, got = fleet.resume(["h0", "h1"])
         assert (got["step"], got["verdict"]) == (0, "durable")
         together(ranks, "train", first=1, last=2)
+
+
+def test_increments_are_restored_and_a_lost_base_is_refused_by_name(tmp_path: Path, nursery: RankNursery) -> None:
+    """Step 0 left retention; what newer steps read of it stays. A person removes a file of it: the log says which."""
+    durable = tmp_path / "durable"
+    durable.mkdir()
+    fields = {"durable": str(durable), "durable_every": 1, "kib": 2048}
+    with ProcessCluster(tmp_path / "one", TWO_RACKS) as cluster:
+        fleet = Fleet(cluster, nursery, **fields)
+        ranks = fleet.begin(["h0", "h1"], last_step=0)
+        ranks[0].call("wait", step=0, level="durable")
+        whole = sum(path.stat().st_size for path in durable.rglob("rank-*"))
+        for step in range(1, 4):
+            together(ranks, "train", first=step, last=step)
+            ranks[0].call("wait", step=step, level="durable")
+        fleet.kill(ranks)
+    newest = durable / "train" / "1" / "3"
+    assert sum(path.stat().st_size for path in newest.glob("rank-*")) < 0.95 * whole
+    left = sorted((durable / "train" / "1" / "0").iterdir())
+    assert left
+    assert "marker" not in [path.name for path in left]
+    with ProcessCluster(tmp_path / "two", TWO_RACKS) as cluster:
+        ranks, got = Fleet(cluster, nursery, **fields).resume(["h0", "h1"])
+        assert (got["step"], got["verdict"]) == (3, "durable")
+        Fleet(cluster, nursery, **fields).kill(ranks)
+    left[0].unlink()
+    with ProcessCluster(tmp_path / "three", TWO_RACKS) as cluster:
+        ranks = Fleet(cluster, nursery, **fields).launch(["h0", "h1"])
+        for rank in ranks:
+            rank.begin("get")
+        for rank in ranks:
+            with pytest.raises(RankFailed, match="chunks damaged or missing at durable"):
+                rank.finish()
+        logs = "".join(path.read_text() for path in (tmp_path / "three").rglob("holder-*.log"))
+        assert re.search(rf"/train/1/3 reads step 0 \(attempt 1\): .*{left[0].name}.* put that step's files back", logs)
 
 
 def test_a_removed_job_comes_back_from_durable_storage_and_stays(tmp_path: Path, nursery: RankNursery) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
 from memstore.core.arena.slot_table import Owner, PeerShare
 from memstore.core.durable.increments import Origins, part_names
-from memstore.core.durable.slice_format import SliceHeader, slice_nbytes, slice_range
+from memstore.core.durable.slice_format import SliceHeader, slice_range
 from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest, shard_digest
 from memstore.core.holder import holder_io, ranks
 from memstore.core.holder.holder_io import (
@@ -532,9 +532,9 @@ class VirtualIo:
         """As in HolderIo."""
         return self.storage.tier(self.storage.key_of(place, self.holder.host_id))
 
-    async def slice_turn(self, job: str, stored: StoredReplica, number: int, bytes_per_s: int | None) -> float:
+    async def slice_turn(self, job: str, nbytes: int, bytes_per_s: int | None) -> float:
         """As in HolderIo."""
-        return take_turn(self.free_s, job, self.holder.world.now, slice_nbytes(stored.spec, number), bytes_per_s)
+        return take_turn(self.free_s, job, self.holder.world.now, nbytes, bytes_per_s)
 
     async def copy_slice(self, stored: StoredReplica, number: int) -> tuple[list[bytes], int | None]:
         """As in HolderIo."""

@@ -264,7 +264,7 @@ class DurableHost(ScriptedIo):
     def manifest(self, stored: StoredReplica) -> bytes:
         return b"manifest"
 
-    async def slice_turn(self, job: str, stored: StoredReplica, number: int, bytes_per_s: int | None) -> float:
+    async def slice_turn(self, job: str, nbytes: int, bytes_per_s: int | None) -> float:
         return self.turn_s
 
     async def copy_slice(self, stored: StoredReplica, number: int) -> tuple[list[bytes], int | None]:
