@@ -4,7 +4,7 @@ A marker is three lines of text that carry their own digest.
 
     memstore-marker 4
     {"job": ..., "attempt": ..., "step": ..., "world_size": ..., "key": ..., "lineage": {...}, "parts": [[digest, ...]],
-     "uses": {rank: [[tag, [[attempt, step, digest, tag] of every older slice that this one reads]] of every slice]}}
+     "uses": {rank: ["tag,tag,...", [[attempt, step, digest, "tag,-,..."] of every older step that a slice reads]]}}
     <hex xxh3-128 of the two lines above>
 
 Text, because a person who finds the folder years later reads it with `cat`. The digest finds faults, not forgers (R14),
@@ -28,7 +28,7 @@ from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.slice_format import slices_count
 from memstore.core.durable.states import DurableStates
-from memstore.core.wire.ids import Positive, Unsigned, WireSliceUse, WireSpec, WireStep, WireUses
+from memstore.core.wire.ids import Positive, Unsigned, WireSpec, WireStep, WireUse, WireUses
 from memstore.core.wire.orders import DurablePlace, Lineage, ListMarkers
 from memstore.core.wire.reports import MarkerRow, MarkersListed
 from memstore.errors import ConfigError, IntegrityError
@@ -75,12 +75,12 @@ class MarkerRecord:
 
 def wire_uses(marker: DurableMarker) -> WireUses:
     """Return how the slices of a step lie there, as it travels."""
-    return {rank: tuple(map(WireSliceUse.of, uses)) for rank, uses in sorted(marker.uses.items())}
+    return {rank: WireUse.of(uses) for rank, uses in sorted(marker.uses.items())}
 
 
 def slice_uses(uses: WireUses) -> dict[int, tuple[SliceUse, ...]]:
     """Return how the slices of a step lie there."""
-    return {rank: tuple(row.use for row in rows) for rank, rows in uses.items()}
+    return {rank: row.uses for rank, row in uses.items()}
 
 
 def encode_marker(job: str, marker: DurableMarker, lineage: Lineage) -> bytes:
@@ -143,10 +143,11 @@ def _record(text: bytes) -> MarkerRecord:
         if (part.nbytes and not part.chunk_bytes) or part.chunks_count != chunks_count:
             raise ValueError(f"rank {rank} has {part.nbytes} bytes in {part.chunks_count} chunks of {part.chunk_bytes}")
     specs, step = {rank: part.spec for rank, part in enumerate(body.parts)}, StepId(body.attempt, body.step)
-    for rank, rows in body.uses.items():
-        if rank not in specs or len(rows) != slices_count(specs[rank]):
-            raise ValueError(f"{len(rows)} slices are named of rank {rank}")
-        if any(StepId(ref.attempt, ref.step) >= step for row in rows for ref in row.bases):
+    for rank, row in body.uses.items():
+        count = slices_count(specs[rank]) if rank in specs else 0
+        if any(len(tags.split(",")) != count for tags in (row.tags, *(base.tags for base in row.bases))):
+            raise ValueError(f"rank {rank} has {count} slices, and others are named")
+        if any(StepId(base.attempt, base.step) >= step for base in row.bases):
             raise ValueError(f"rank {rank} reads slices of no older step")
     marker = DurableMarker(step, body.world_size, specs, body.key, slice_uses(body.uses))
     return MarkerRecord(body.job, marker, body.lineage)

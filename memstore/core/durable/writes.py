@@ -22,13 +22,14 @@ from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState, mtbf_s
 from memstore.core.cluster.text import named_hosts
 from memstore.core.commits import StepCommits
-from memstore.core.durable.markers import MARKER_LIMIT_BYTES, wire_uses
+from memstore.core.durable.markers import wire_uses
 from memstore.core.durable.paths import other_key, place_of, storage_of
 from memstore.core.durable.persist import Persists
 from memstore.core.durable.slice_format import slices_count
 from memstore.core.durable.states import MARKER, DurableState, DurableStates, Piece, Write
 from memstore.core.schedule import Decision, next_durable, optimal_every, retire
 from memstore.core.targets.targets import ClusterView
+from memstore.core.wire.frame import BODY_BYTES_MAX
 from memstore.core.wire.ids import WireShard, WireSpec, WireStep
 from memstore.core.wire.orders import (
     BaseShard,
@@ -47,7 +48,7 @@ from recovery.lineage import in_lineage
 FAILED_AGAIN_S = 60.0  # a step whose write failed may be written again after that, though no newer one was committed
 KEYS_NAMED_MAX = 3
 TAKE_BACK_S = 30.0  # after that the removal of a torn step is ordered again: its host died, or storage failed
-BASE_ROW_BYTES = 100  # most that a marker needs to name one older slice
+BASE_ROW_BYTES, BASE_TAG_BYTES = 70, 17  # that a marker needs for an older step, for each rank and for each slice
 REMOVAL_S = 30.0  # a write waits so long for a removal of its step, which would take what was just written
 
 
@@ -195,7 +196,8 @@ class DurableOrders:
             able = [host for host in able if host not in state.stuck] or able
             count = slices_count(spec)
             write.waits.update({(rank, number): able[number * len(able) // count] for number in range(count)})
-        fit = MARKER_LIMIT_BYTES // 2 // (BASE_ROW_BYTES * len(write.waits))  # every slice's bases stand in the marker
+        row_bytes = BASE_ROW_BYTES * len(write.specs) + BASE_TAG_BYTES * len(write.waits)
+        fit = BODY_BYTES_MAX // 2 // row_bytes // int(attempt.config["durable_keep"])  # a list has all markers
         write.bases_max = min(int(attempt.config["durable_bases"]), fit)
         self._order_slices(job, write, set(write.waits))
 
@@ -307,7 +309,7 @@ class DurableOrders:
         del write.waits[piece]
         write.reported.add(host_id)
         if isinstance(report, SliceWritten):
-            write.uses[piece] = report.use.use
+            [write.uses[piece]] = report.use.uses[:1]
             if not write.waits and write.phase == "writing":
                 write.phase = "marking"
                 self._order_marker(job, attempt, host_id, write)

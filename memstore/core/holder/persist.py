@@ -26,7 +26,7 @@ from memstore.core.format.manifest import decode_manifest
 from memstore.core.holder.holder_io import HolderIo, Lane, Stop, Storage
 from memstore.core.holder.inventory import report_copy
 from memstore.core.holder.state import HolderState
-from memstore.core.wire.ids import WireSliceUse
+from memstore.core.wire.ids import WireUse
 from memstore.core.wire.orders import DurableOrder, ListMarkers, RemoveStep, SlicesOfShard, WriteMarker, WriteSlices
 from memstore.core.wire.reports import MarkersListed, MarkerWritten, SliceWritten, StepRemoved
 from memstore.errors import IntegrityError, MemstoreError
@@ -105,7 +105,7 @@ async def write(io: HolderIo, state: HolderState, piece: Slice) -> None:
                 return
             if not await io.write_slice(storage, shard, stored.spec, number, manifest, chunks, piece.stop, origins):
                 return
-            report = structs.replace(report, use=WireSliceUse.of(SliceUse(slice_tag(origins), bases)))
+            report = structs.replace(report, use=WireUse.of([SliceUse(slice_tag(origins), bases)]))
     except MemstoreError as exc:
         report = structs.replace(report, problem=str(exc))
     except Exception as exc:

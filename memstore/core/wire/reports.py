@@ -16,9 +16,9 @@ from memstore.core.wire.ids import (
     Unsigned,
     WireCopy,
     WireShard,
-    WireSliceUse,
     WireSpec,
     WireStep,
+    WireUse,
     WireUses,
 )
 from memstore.core.wire.orders import Lineage, TermNumber
@@ -174,7 +174,7 @@ class SliceWritten(Message, frozen=True, tag="slice_written"):
     key: str | None
     """The name of the key that this host has; None: it did not get to look."""
     problem: str | None
-    use: WireSliceUse = WireSliceUse("", ())
+    use: WireUse = WireUse("", ())
 
 
 class MarkerWritten(Message, frozen=True, tag="marker_written"):

@@ -71,7 +71,7 @@ class FolderHost(ScriptedIo):
         reports = [cast(SliceWritten, report) for report in self.reports]
         self.reports.clear()
         assert [report.problem for report in reports] == [None] * len(numbers)
-        marker = DurableMarker(StepId(1, step), 1, {0: spec}, "", {0: tuple(report.use.use for report in reports)})
+        marker = DurableMarker(StepId(1, step), 1, {0: spec}, "", {0: tuple(report.use.uses[0] for report in reports)})
         self.tier.write_marker(JOB, marker, lineage_of(1))
         return marker
 
