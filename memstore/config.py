@@ -87,6 +87,7 @@ class Config:
     durable: str | None = None  # durable storage: a path, file://, s3://, gs:// or az://; None: RAM only
     durable_every: str | int = "30min"  # time between durable steps, or N steps; "auto": the optimum, as put_every's
     durable_keep: int = 3  # newest steps kept on durable storage
+    durable_bases: int = 8  # most older steps whose equal chunks one there names and does not write; 0: each is whole
     durable_bytes_per_s: int = 0  # most that one host writes there, on average; 0: no limit
     durable_compression: str = "none"  # "auto" compresses chunks where a sample says that it pays
     durable_key_file: str | None = None  # 32 bytes, mode 0600, the same path on every host; steps are encrypted with it
@@ -239,6 +240,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("in_flight", 1, 4),  # the puts that a rank may be ahead of a commit (R33)
     ("stall_budget_s", 0, 3600),
     ("durable_keep", 1, 10_000),
+    ("durable_bases", 0, 16),
     ("durable_bytes_per_s", 0, 1 << 50),
     ("persist_on_sigterm_s", 0, 3600),
     ("job_ttl_s", 0, 1e9),

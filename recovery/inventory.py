@@ -63,6 +63,23 @@ class CommitFact:
     is_degraded: bool = False
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class SliceRef:
+    """A slice of a rank's part of a durable step, whose rank and number the context says (R31)."""
+
+    step: StepId
+    digest: str  # of the shard
+    tag: str = ""  # names what it reads of other slices; "": it is whole
+
+
+@dataclass(frozen=True, slots=True)
+class SliceUse:
+    """How a slice of a durable step lies there, and the slices of older steps that a reader of it opens as well."""
+
+    tag: str = ""
+    bases: tuple[SliceRef, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class DurableMarker:
     """A complete step on durable storage; the marker was written last (R31)."""
@@ -71,6 +88,11 @@ class DurableMarker:
     world_size: int
     specs: Mapping[int, ShardSpec]  # rank -> shard
     key: str = ""  # name of the key that all its slices are under; "" if they are not encrypted
+    uses: Mapping[int, tuple[SliceUse, ...]] = field(default_factory=dict)  # rank -> slices; left out: all are whole
+
+    def use(self, rank: int, number: int) -> SliceUse:
+        """Return how a slice of a rank's part lies there."""
+        return self.uses[rank][number] if rank in self.uses else SliceUse()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from memstore.core.arena.replica_index import StoredReplica
+from memstore.core.durable.increments import Origins
+from memstore.core.durable.slice_format import SliceHeader
 from memstore.core.holder.holder_io import HolderIo, Lane, Peer, PushSource, Stop, Storage, StreamingSource, WholeReply
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire.calls import RankCall
@@ -20,7 +22,7 @@ from memstore.core.wire.orders import DurablePlace
 from memstore.core.wire.peer_messages import HasCopy, WholeShard
 from memstore.core.wire.replies import HostVerified
 from memstore.core.wire.reports import MarkersFound, Report
-from recovery.inventory import ShardId, ShardSpec, StepId
+from recovery.inventory import ShardId, ShardSpec, SliceRef, StepId
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -171,7 +173,7 @@ class ScriptedIo:
     async def open_durable(self, place: DurablePlace) -> Storage:
         return OpenStorage(self.key)
 
-    async def slice_turn(self, job: str, stored: StoredReplica, number: int, bytes_per_s: int | None) -> float:
+    async def slice_turn(self, job: str, nbytes: int, bytes_per_s: int | None) -> float:
         return 0.0
 
     async def copy_slice(self, stored: StoredReplica, number: int) -> tuple[list[bytes], int | None]:
@@ -186,8 +188,14 @@ class ScriptedIo:
         manifest: bytes,
         chunks: Sequence[bytes],
         stop: Stop,
+        origins: Origins = (),
     ) -> bool:
         return not stop.is_set
+
+    async def read_slice_headers(
+        self, storage: Storage, shard: ShardId, spec: ShardSpec, number: int, ref: SliceRef
+    ) -> dict[SliceRef, SliceHeader]:
+        return {}
 
     async def read_markers(self, place: DurablePlace, job: str, check: StepId | None) -> MarkersFound:
         return MarkersFound(markers=(), key=self.key, damaged="", lacks="")

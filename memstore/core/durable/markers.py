@@ -2,8 +2,9 @@
 
 A marker is three lines of text that carry their own digest.
 
-    memstore-marker 3
-    {"job": ..., "attempt": ..., "step": ..., "world_size": ..., "key": ..., "lineage": {...}, "parts": [[digest, ...]]}
+    memstore-marker 4
+    {"job": ..., "attempt": ..., "step": ..., "world_size": ..., "key": ..., "lineage": {...}, "parts": [[digest, ...]],
+     "uses": {rank: ["tag,tag,...", [[attempt, step, digest, "tag,-,..."] of every older step that a slice reads]]}}
     <hex xxh3-128 of the two lines above>
 
 Text, because a person who finds the folder years later reads it with `cat`. The digest finds faults, not forgers (R14),
@@ -25,22 +26,23 @@ from memstore.core.cluster import text
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import ClusterState
+from memstore.core.durable.slice_format import slices_count
 from memstore.core.durable.states import DurableStates
-from memstore.core.wire.ids import Positive, Unsigned, WireSpec, WireStep
+from memstore.core.wire.ids import Positive, Unsigned, WireSpec, WireStep, WireUse, WireUses
 from memstore.core.wire.orders import DurablePlace, Lineage, ListMarkers
 from memstore.core.wire.reports import MarkerRow, MarkersListed
 from memstore.errors import ConfigError, IntegrityError
-from recovery.inventory import DurableMarker, StepId
+from recovery.inventory import DurableMarker, SliceUse, StepId
 from recovery.lineage import AttemptFact
 
 MARKER_LIMIT_BYTES = 32 << 20  # about 80 bytes a rank: four hundred thousand ranks
-VERSION = 3
+VERSION = 4
 _FIRST_LINE = b"memstore-marker %d\n" % VERSION
 _ANY_FIRST_LINE = re.compile(rb"memstore-marker ([0-9]{1,9})\n")
 _DIGEST_NBYTES = 33  # 32 hex digits and the newline
 
 
-class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The second line."""
 
     job: str
@@ -50,6 +52,7 @@ class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: Annotated[str, Meta(pattern=r"^(?:[0-9a-f]{16})?\Z")]
     lineage: Lineage
     parts: tuple[WireSpec, ...]
+    uses: WireUses = {}
 
 
 _BODY = msgspec.json.Decoder(_Body)
@@ -67,7 +70,17 @@ class MarkerRecord:
     def row(self) -> MarkerRow:
         """Return the marker as a holder reports it."""
         specs = {rank: WireSpec.of(spec) for rank, spec in sorted(self.marker.specs.items())}
-        return MarkerRow(WireStep.of(self.marker.step), specs, self.marker.key, self.lineage)
+        return MarkerRow(WireStep.of(self.marker.step), specs, wire_uses(self.marker), self.marker.key, self.lineage)
+
+
+def wire_uses(marker: DurableMarker) -> WireUses:
+    """Return how the slices of a step lie there, as it travels."""
+    return {rank: WireUse.of(uses) for rank, uses in sorted(marker.uses.items())}
+
+
+def slice_uses(uses: WireUses) -> dict[int, tuple[SliceUse, ...]]:
+    """Return how the slices of a step lie there."""
+    return {rank: row.uses for rank, row in uses.items()}
 
 
 def encode_marker(job: str, marker: DurableMarker, lineage: Lineage) -> bytes:
@@ -83,7 +96,8 @@ def encode_marker(job: str, marker: DurableMarker, lineage: Lineage) -> bytes:
             f"marker of {job} attempt {step.attempt} step {step.step} lists "
             f"{len(marker.specs)} parts that are not the ranks 0 to {marker.world_size - 1}"
         )
-    text = msgspec.json.encode(_Body(job, step.attempt, step.step, marker.world_size, marker.key, lineage, parts))
+    uses = wire_uses(marker)
+    text = msgspec.json.encode(_Body(job, step.attempt, step.step, marker.world_size, marker.key, lineage, parts, uses))
     try:
         _record(text)
     except (ValueError, msgspec.MsgspecError) as exc:
@@ -128,8 +142,14 @@ def _record(text: bytes) -> MarkerRecord:
         chunks_count = -(-part.nbytes // part.chunk_bytes) if part.chunk_bytes else 0
         if (part.nbytes and not part.chunk_bytes) or part.chunks_count != chunks_count:
             raise ValueError(f"rank {rank} has {part.nbytes} bytes in {part.chunks_count} chunks of {part.chunk_bytes}")
-    specs = {rank: part.spec for rank, part in enumerate(body.parts)}
-    marker = DurableMarker(StepId(body.attempt, body.step), body.world_size, specs, body.key)
+    specs, step = {rank: part.spec for rank, part in enumerate(body.parts)}, StepId(body.attempt, body.step)
+    for rank, row in body.uses.items():
+        count = slices_count(specs[rank]) if rank in specs else 0
+        if any(len(tags.split(",")) != count for tags in (row.tags, *(base.tags for base in row.bases))):
+            raise ValueError(f"rank {rank} has {count} slices, and others are named")
+        if any(StepId(base.attempt, base.step) >= step for base in row.bases):
+            raise ValueError(f"rank {rank} reads slices of no older step")
+    marker = DurableMarker(step, body.world_size, specs, body.key, slice_uses(body.uses))
     return MarkerRecord(body.job, marker, body.lineage)
 
 
@@ -192,7 +212,7 @@ class DurableMarkers:
                 others.add(step.attempt)
                 continue
             job.past_opened_s.update(named)
-            job.markers[step] = DurableMarker(step, len(table), table, row.key)
+            job.markers[step] = DurableMarker(step, len(table), table, row.key, slice_uses(row.uses))
         for step in [step for step, count in state.changed.items() if count >= call]:
             job.markers.pop(step, None)  # written or removed after the question: the list may not show it
             if step in known:

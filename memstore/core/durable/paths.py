@@ -14,16 +14,19 @@ from recovery.inventory import DurableMarker
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z", re.ASCII)
 _NUMBER = re.compile(r"(?:0|[1-9][0-9]{0,17})\Z", re.ASCII)
 _FILE = re.compile(
-    r"marker\Z|rank-(?:0|[1-9][0-9]{0,17})\.(?:0|[1-9][0-9]{0,8})\.[0-9a-f]{32}(?:\.[0-9a-f]{16})?\Z", re.ASCII
+    r"marker\Z|rank-(?:0|[1-9][0-9]{0,17})\.(?:0|[1-9][0-9]{0,8})\.[0-9a-f]{32}(?:\.[0-9a-f]{16})?(?:-[0-9a-f]{16})?\Z",
+    re.ASCII,
 )
 MARKER = "marker"
 
 
-def place_of(config: Mapping[str, Any], marker: DurableMarker | None = None) -> DurablePlace | None:
+def place_of(config: Mapping[str, Any], marker: DurableMarker | None = None, rank: int = 0) -> DurablePlace | None:
     """Return the place of a job's durable storage, as a holder needs it; None if the job has none.
 
     Args:
+        config: The job's settings.
         marker: Of the step that will be read, whose slices carry its key's name.
+        rank: Whose shard of it will be read.
     """
     if not config.get("durable"):
         return None
@@ -33,6 +36,7 @@ def place_of(config: Mapping[str, Any], marker: DurableMarker | None = None) -> 
         key_file=config.get("durable_key_file"),
         bytes_per_s=math.ceil(config.get("durable_bytes_per_s") or 0) or None,  # a setting may be a float
         key=marker.key if marker is not None else None,
+        tags=tuple(use.tag for use in marker.uses.get(rank, ())) if marker is not None else (),
     )
 
 
@@ -44,17 +48,18 @@ def storage_of(config: Mapping[str, Any]) -> DurablePlace:
     return place
 
 
-def slice_name(rank: int, number: int, digest: str, key: str = "") -> str:
-    """Return the name of a slice's file or object; of one under a key it carries the key's name.
+def slice_name(rank: int, number: int, digest: str, key: str = "", tag: str = "") -> str:
+    """Return the name of a slice's file or object; of one under a key it carries the key's name, and it has its tag.
 
-    So slices of one step under two keys never meet, and a marker that names one key cannot count the other's.
+    So slices of one step under two keys never meet, and a marker that names one key cannot count the other's. Nor do
+    two that read different older slices, or none.
 
     Raises:
         ConfigError: the rank is not a whole number from 0; it must not lead out of the folder.
     """
     if type(rank) is not int or not 0 <= rank < 10**18:
         raise ConfigError(f"rank {rank!r} is not a whole number from 0")
-    return f"rank-{rank}.{number}.{digest}" + (f".{key}" if key else "")
+    return f"rank-{rank}.{number}.{digest}" + (f".{key}" if key else "") + (f"-{tag}" if tag else "")
 
 
 def other_key(needed: str, here: str) -> str:

@@ -9,7 +9,7 @@ from typing import Literal
 from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.wire.orders import DurablePlace
-from recovery.inventory import ShardSpec, StepId
+from recovery.inventory import DurableMarker, ShardSpec, SliceUse, StepId
 
 Piece = tuple[int, int]  # rank, slice
 MARKER: Piece = (-1, 0)
@@ -29,6 +29,18 @@ class Write:
     other_keys: dict[str, str] = field(default_factory=dict)  # host that has another key -> its name
     failed: dict[Piece, set[str]] = field(default_factory=dict)  # hosts that could not write it
     reported: set[str] = field(default_factory=set)  # hosts that wrote something
+    base: DurableMarker | None = None  # an older step: what is equal there is not written again
+    bases_max: int = 0  # most older slices that one may read
+    uses: dict[Piece, SliceUse] = field(default_factory=dict)  # how a written slice lies there
+
+    @property
+    def marker(self) -> DurableMarker:
+        """Return what the step's marker says, once all its slices are written."""
+        uses: dict[int, list[SliceUse]] = {}
+        for (rank, _), use in sorted(self.uses.items()):
+            uses.setdefault(rank, []).append(use)
+        named = {rank: tuple(mine) for rank, mine in uses.items() if any(use.tag for use in mine)}
+        return DurableMarker(self.step, len(self.specs), dict(self.specs), self.key or "", named)
 
     def stuck(self) -> set[str]:
         """Return the hosts that wrote nothing while others wrote all their pieces: their storage hangs."""
@@ -47,6 +59,7 @@ class DurableState:
     abandoned_in_a_row: int = 0
     abandoned_count: int = 0
     failures_count: int = 0
+    is_base_failed: bool = False  # the last write had a base and failed, perhaps because of it: the next one has none
     problem: str = ""
     is_listed: bool = False  # its markers were listed since this controller began, and none was damaged
     unread: str = ""  # why the storage could not be read when it was last asked

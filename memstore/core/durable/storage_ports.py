@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
@@ -57,8 +57,8 @@ class DurableFiles(Protocol):
     def steps(self, job: str) -> tuple[list[StepId], list[str]]:
         """Return the job's steps, oldest first, and the entries that are in the way of one."""
 
-    def remove_step(self, job: str, step: StepId, first: str) -> None:
-        """Remove a step's files, `first` first and durably so; missing files are fine."""
+    def remove(self, job: str, step: StepId, names: Collection[str]) -> None:
+        """Remove files of a step, durably so, and the step if nothing is left; missing files are fine."""
 
     def tidy(self, job: str, step: StepId) -> None:
         """Remove the partial files of a crash."""

@@ -14,6 +14,7 @@ another key fails with its slices, and is named.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from memstore.core.capacity import Retention
 from memstore.core.cluster.effects import Effects
@@ -21,14 +22,24 @@ from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState, mtbf_s
 from memstore.core.cluster.text import named_hosts
 from memstore.core.commits import StepCommits
+from memstore.core.durable.markers import wire_uses
 from memstore.core.durable.paths import other_key, place_of, storage_of
 from memstore.core.durable.persist import Persists
 from memstore.core.durable.slice_format import slices_count
 from memstore.core.durable.states import MARKER, DurableState, DurableStates, Piece, Write
 from memstore.core.schedule import Decision, next_durable, optimal_every, retire
 from memstore.core.targets.targets import ClusterView
+from memstore.core.wire.frame import BODY_BYTES_MAX
 from memstore.core.wire.ids import WireShard, WireSpec, WireStep
-from memstore.core.wire.orders import DurablePlace, Lineage, RemoveStep, SlicesOfShard, WriteMarker, WriteSlices
+from memstore.core.wire.orders import (
+    BaseShard,
+    DurablePlace,
+    Lineage,
+    RemoveStep,
+    SlicesOfShard,
+    WriteMarker,
+    WriteSlices,
+)
 from memstore.core.wire.reports import MarkerWritten, SliceWritten, StepRemoved
 from memstore.intervals import Every, parse_every
 from recovery.inventory import DurableMarker, StepId
@@ -37,6 +48,7 @@ from recovery.lineage import in_lineage
 FAILED_AGAIN_S = 60.0  # a step whose write failed may be written again after that, though no newer one was committed
 KEYS_NAMED_MAX = 3
 TAKE_BACK_S = 30.0  # after that the removal of a torn step is ordered again: its host died, or storage failed
+BASE_ROW_BYTES, BASE_TAG_BYTES = 70, 17  # that a marker needs for an older step, for each rank and for each slice
 REMOVAL_S = 30.0  # a write waits so long for a removal of its step, which would take what was just written
 
 
@@ -130,8 +142,9 @@ class DurableOrders:
             self._report_retired(job, write)
             self._stop(job, state)
             self._remove(job, write.place, write.step, only_unmarked=True)
-        in_progress, place = (state.active.step if state.active is not None else None), place_of(attempt.config)
-        for step in sorted(job.torn - state.taken_back - {in_progress}):
+        place, write = place_of(attempt.config), state.active
+        kept = {write.step, write.base.step if write.base is not None else None} if write is not None else set()
+        for step in sorted(job.torn - state.taken_back - kept):
             if now - state.ordered_back_s.get(step, -math.inf) < TAKE_BACK_S:
                 continue
             if place is None or not self._remove(job, place, step, only_unmarked=False):
@@ -173,6 +186,7 @@ class DurableOrders:
         state.active, state.last_started_s, state.last_started_step = write, now, step
         state.failed_s = math.inf
         write.key = (state.key or None) if write.place.key_file else ""
+        write.base = self._base(job, attempt, state, write)
         for rank, hosts in job.copies[step].items():
             owner = self.view.owner_host(job, attempt, rank)
             able = self.states.writers(job, step, rank)
@@ -182,7 +196,26 @@ class DurableOrders:
             able = [host for host in able if host not in state.stuck] or able
             count = slices_count(spec)
             write.waits.update({(rank, number): able[number * len(able) // count] for number in range(count)})
+        row_bytes = BASE_ROW_BYTES * len(write.specs) + BASE_TAG_BYTES * len(write.waits)
+        fit = BODY_BYTES_MAX // 2 // row_bytes // int(attempt.config["durable_keep"])  # a list has all markers
+        write.bases_max = min(int(attempt.config["durable_bases"]), fit)
         self._order_slices(job, write, set(write.waits))
+
+    def _base(self, job: Job, attempt: Attempt, state: DurableState, write: Write) -> DurableMarker | None:
+        """Choose the step whose chunks are not written again: the newest older one that was seen there whole."""
+        if state.is_base_failed:
+            return None
+        spans = job.spans(attempt.attempt_number)
+        return max(
+            (
+                marker
+                for step, marker in job.markers.items()
+                if step < write.step and step in state.seen_s and marker.key == write.key
+                if in_lineage(spans, step) and not self._is_being_removed(state, step)
+            ),
+            key=lambda marker: marker.step,
+            default=None,
+        )
 
     def _order_slices(self, job: Job, write: Write, pieces: set[Piece]) -> None:
         """Send every host the `pieces` that it writes."""
@@ -191,7 +224,7 @@ class DurableOrders:
             numbers.setdefault(write.waits[rank, number], {}).setdefault(rank, []).append(number)
         for host, ranks in sorted(numbers.items()):
             ids = {rank: WireShard(job.name, write.step.attempt, write.step.step, rank) for rank in ranks}
-            parts = [SlicesOfShard(ids[rank], write.specs[rank].digest, tuple(mine)) for rank, mine in ranks.items()]
+            parts = [_part(write, ids[rank], tuple(mine)) for rank, mine in ranks.items()]
             order = WriteSlices(
                 job=job.name, durable=write.place, step=WireStep.of(write.step), parts=tuple(parts), key=write.key
             )
@@ -220,6 +253,7 @@ class DurableOrders:
 
     def _fail(self, job: Job, state: DurableState, write: Write, why: str) -> None:
         self._stop(job, state)
+        state.is_base_failed = write.base is not None
         state.problem, state.failed_s = why, self.state.now
         self._note("durable_failed", job, write, why=why)
         state.failures_count += 1
@@ -274,7 +308,8 @@ class DurableOrders:
             return
         del write.waits[piece]
         write.reported.add(host_id)
-        if piece != MARKER:
+        if isinstance(report, SliceWritten):
+            [write.uses[piece]] = report.use.uses[:1]
             if not write.waits and write.phase == "writing":
                 write.phase = "marking"
                 self._order_marker(job, attempt, host_id, write)
@@ -282,11 +317,12 @@ class DurableOrders:
         if not state.abandoned_in_a_row:
             state.abandoned_count = 0  # it ended in its ordinary time: storage keeps up again
         state.active, state.abandoned_in_a_row, state.problem = None, 0, _refused(write)
+        state.is_base_failed = False
         if step in job.torn:
             self._report_retired(job, write)
             self._give_up_retired(now, job, attempt, state)
             return
-        job.markers[step] = DurableMarker(step, len(write.specs), dict(write.specs), write.key or "")
+        job.markers[step] = write.marker
         state.changed[step], state.lacks = self.states.calls_count, ""
         state.last_done_s = state.seen_s[step] = now
         state.write_s, state.key = now - write.since_s, write.key
@@ -328,6 +364,7 @@ class DurableOrders:
             step=WireStep.of(write.step),
             key=write.key or "",
             specs={rank: WireSpec.of(spec) for rank, spec in sorted(write.specs.items())},
+            uses=wire_uses(write.marker),
             lineage=Lineage(
                 attempt=source.attempt_number,
                 parent_attempt=source.parent,
@@ -359,6 +396,18 @@ class DurableOrders:
             state.problem = f"host {host_id} died while it wrote, and no other host can write what it owed"
             self._abandon(job, state, state.problem)
             state.last_started_step = None
+
+
+def _part(write: Write, shard: WireShard, numbers: tuple[int, ...]) -> SlicesOfShard:
+    """Return an order of slices; the base is left out unless it has the rank's shard in the same sizes."""
+    base, spec = write.base, write.specs[shard.rank]
+    older = base.specs.get(shard.rank) if base is not None and write.bases_max else None
+    if base is None or older is None or replace(older, digest=spec.digest) != spec:
+        return SlicesOfShard(shard, spec.digest, numbers, None, write.bases_max)
+    tags = tuple(use.tag for use in base.uses.get(shard.rank, ()))
+    return SlicesOfShard(
+        shard, spec.digest, numbers, BaseShard(WireStep.of(base.step), older.digest, tags), write.bases_max
+    )
 
 
 def _refused(write: Write) -> str:

@@ -15,6 +15,8 @@ from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, T
 
 from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
 from memstore.core.arena.slot_table import Owner, PeerShare
+from memstore.core.durable.increments import Origins
+from memstore.core.durable.slice_format import SliceHeader
 from memstore.core.wire.codec import Request
 from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.orders import DurablePlace, Lineage
@@ -22,7 +24,7 @@ from memstore.core.wire.peer_messages import ChunksLacking, HasCopy, Refused, Wh
 from memstore.core.wire.rank_messages import HolderEvent, PutReady, SlotSample
 from memstore.core.wire.replies import HostVerified
 from memstore.core.wire.reports import MarkersFound
-from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
+from recovery.inventory import DurableMarker, ShardId, ShardSpec, SliceRef, StepId
 
 # -- link ---------------------------------------------------------------------------------------------
 # The link of a rank's process, or of a tool, as the holder's procedures use it.
@@ -195,8 +197,8 @@ class HolderIo(Protocol):
     async def open_durable(self, place: DurablePlace) -> Storage:
         """Return the storage of a job, under the key that is in this host's key file now."""
 
-    async def slice_turn(self, job: str, stored: StoredReplica, number: int, bytes_per_s: int | None) -> float:
-        """Take a turn for a slice under the job's cap for this host; return the seconds until it may be written."""
+    async def slice_turn(self, job: str, nbytes: int, bytes_per_s: int | None) -> float:
+        """Take a turn for a slice's bytes under the job's cap for this host; return the seconds until it may begin."""
 
     async def copy_slice(self, stored: StoredReplica, number: int) -> tuple[list[bytes], int | None]:
         """Copy a slice's chunks; return them and None, or [] and the index of the first chunk with a wrong digest."""
@@ -210,8 +212,17 @@ class HolderIo(Protocol):
         manifest: bytes,
         chunks: Sequence[bytes],
         stop: Stop,
+        origins: Origins = (),
     ) -> bool:
-        """Write a slice whole or not at all; return False if its step was stopped meanwhile."""
+        """Write a slice whole or not at all; return False if its step was stopped meanwhile.
+
+        Of the chunks, those that `origins` names of older slices are b"".
+        """
+
+    async def read_slice_headers(
+        self, storage: Storage, shard: ShardId, spec: ShardSpec, number: int, ref: SliceRef
+    ) -> dict[SliceRef, SliceHeader]:
+        """Return the headers of an older slice and of all that it reads; IntegrityError if one is not there."""
 
     async def store_marker(self, place: DurablePlace, job: str, marker: DurableMarker, lineage: Lineage) -> None:
         """Write the marker of a step; IntegrityError unless all of its parts are there."""

@@ -104,6 +104,7 @@ async def drop_job(io: HolderIo, state: HolderState, order: DropJob) -> None:
     """Drop what is here of a removed job up to an attempt, and refuse its processes."""
     await _drop(io, state, order.shards, removed=(order.job, order.attempt))
     state.shared_shards.forget(order.job, order.attempt)
+    state.keep_blocks(order.job, ())
     await io.forget_job(order.job)
     state.fences.remove(order.job, order.attempt)
     await ranks.send_fenced(io, state, order.job, order.attempt + 1)  # so that none waits for room

@@ -1,29 +1,36 @@
 """Carries out durable orders: slices of shards, markers, removals, lists; never on a path that a put waits for (R31).
 
-    slice: ordered --its turn under the job's cap--> its chunks copied, each digested --> written --> reported
+    slice: ordered --> its chunks copied, each digested --its turn under the job's cap--> written --> reported
               '--the step is to be written no more--> nothing is said      '--a chunk went bad--> reported as failed
 
-The chunks of a slice are copied first: a pin that is held while storage hangs would keep slots that puts need.
+The chunks of a slice are copied first: a pin that is held while storage hangs would keep slots that puts need. Then
+those of the order's base are looked at: what is equal there is not written again. If it is gone all chunks are. Of
+chunks that changed only the blocks that did are written, where this holder wrote the base and remembers its blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-import msgspec
+from msgspec import structs
 
 from memstore.core.arena.replica_index import StoredReplica
+from memstore.core.durable.increments import Base, Origins, block_digests, make_patch, plan_origins
+from memstore.core.durable.markers import slice_uses
 from memstore.core.durable.paths import other_key
-from memstore.core.holder.holder_io import HolderIo, Lane, Stop
+from memstore.core.durable.slice_format import slice_range, slice_tag
+from memstore.core.format.manifest import decode_manifest
+from memstore.core.holder.holder_io import HolderIo, Lane, Stop, Storage
 from memstore.core.holder.inventory import report_copy
 from memstore.core.holder.state import HolderState
-from memstore.core.wire.orders import DurableOrder, ListMarkers, RemoveStep, WriteMarker, WriteSlices
+from memstore.core.wire.ids import WireUse
+from memstore.core.wire.orders import DurableOrder, ListMarkers, RemoveStep, SlicesOfShard, WriteMarker, WriteSlices
 from memstore.core.wire.reports import MarkersListed, MarkerWritten, SliceWritten, StepRemoved
 from memstore.errors import IntegrityError, MemstoreError
-from recovery.inventory import DurableMarker, ShardId
+from recovery.inventory import DurableMarker, ShardId, SliceRef, SliceUse
 
 T = TypeVar("T")
 
@@ -49,10 +56,10 @@ class Slice:
     """One slice of a shard that is to be written."""
 
     order: WriteSlices
-    shard: ShardId
-    digest: str
+    part: SlicesOfShard
     number: int
     stop: Stop
+    base_digests: list[bytes]  # of the base's chunks, shared by the shard's slices; empty until one has read them
 
 
 def slices(state: HolderState, order: WriteSlices) -> list[Slice]:
@@ -68,43 +75,94 @@ def slices(state: HolderState, order: WriteSlices) -> list[Slice]:
         state.stops.pop(old).is_set = True
     if key not in state.stops or state.stops[key].is_set:  # more slices may be ordered, and a step may be begun again
         state.stops[key] = Stop()
+    state.keep_blocks(job, {step, *(part.base.step.id for part in order.parts if part.base is not None)})
     flag = state.stops[key]
-    return [Slice(order, part.shard.id, part.digest, number, flag) for part in order.parts for number in part.numbers]
+    known: list[list[bytes]] = [[] for _ in order.parts]
+    parts = zip(order.parts, known, strict=True)
+    return [Slice(order, part, number, flag, digests) for part, digests in parts for number in part.numbers]
 
 
 async def write(io: HolderIo, state: HolderState, piece: Slice) -> None:
     """Write one slice and report it; report nothing if it is not wanted any more."""
-    order, shard, number = piece.order, piece.shard, piece.number
+    order, shard, number = piece.order, piece.part.shard.id, piece.number
     report = SliceWritten(job=order.job, step=order.step, rank=shard.rank, number=number, key=None, problem=None)
     try:
-        if not await _is_wanted(io, state, piece):
+        if piece.stop.is_set:
             return
         storage = await io.open_durable(order.durable)
-        report = msgspec.structs.replace(report, key=storage.key)
+        report = structs.replace(report, key=storage.key)
         if order.key is not None and order.key != storage.key:
-            report = msgspec.structs.replace(report, problem=other_key(order.key, storage.key))
+            report = structs.replace(report, problem=other_key(order.key, storage.key))
         else:
-            stored, manifest, chunks = await _copied(io, state, shard, piece.digest, number)
-            if not await io.write_slice(storage, shard, stored.spec, number, manifest, chunks, piece.stop):
+            stored, manifest, chunks = await _copied(io, state, shard, piece.part.digest, number)
+            origins: Origins = ()
+            bases: tuple[SliceRef, ...] = ()
+            if piece.part.bases_max:
+                base = await _base(io, storage, piece, stored)
+                compared = partial(_planned, state, piece, stored, chunks, base)
+                origins, bases, chunks, state.blocks[shard, piece.part.digest, number] = await io.on_store(compared)
+            if not await _is_wanted(io, state, piece, sum(map(len, chunks))):
                 return
+            if not await io.write_slice(storage, shard, stored.spec, number, manifest, chunks, piece.stop, origins):
+                return
+            report = structs.replace(report, use=WireUse.of([SliceUse(slice_tag(origins), bases)]))
     except MemstoreError as exc:
-        report = msgspec.structs.replace(report, problem=str(exc))
+        report = structs.replace(report, problem=str(exc))
     except Exception as exc:
         await io.unexpected("durable write", exc)
-        report = msgspec.structs.replace(report, problem=repr(exc))
+        report = structs.replace(report, problem=repr(exc))
     state.report(report)
 
 
-async def _is_wanted(io: HolderIo, state: HolderState, piece: Slice) -> bool:
+async def _base(io: HolderIo, storage: Storage, piece: Slice, stored: StoredReplica) -> Base | None:
+    """Return the slice of the order's base; None if there is none, or it is not there."""
+    base, shard, spec, number = piece.part.base, piece.part.shard.id, stored.spec, piece.number
+    if base is None:
+        return None
+    ref = SliceRef(base.step.id, base.digest, base.tags[number] if base.tags else "")
+    try:
+        if not piece.base_digests:
+            place = structs.replace(piece.order.durable, key=storage.key, tags=base.tags)
+            manifest = await io.read_durable_manifest(place, _shard_of(shard, ref), replace(spec, digest=ref.digest))
+            piece.base_digests[:] = [chunk.digest for chunk in decode_manifest(manifest).chunks]
+        return Base(ref, piece.base_digests, await io.read_slice_headers(storage, shard, spec, number, ref))
+    except IntegrityError as exc:
+        await io.warn(f"durable write: slice {number} of {shard} is written whole: {exc}")
+        return None
+
+
+def _planned(
+    state: HolderState, piece: Slice, stored: StoredReplica, chunks: list[bytes], base: Base | None
+) -> tuple[Origins, tuple[SliceRef, ...], list[bytes], list[bytes]]:
+    """Return which older slice has each chunk, all that a reader opens, what is written, and the blocks' digests."""
+    spec, number, shard, here = stored.spec, piece.number, piece.part.shard.id, slice_range(stored.spec, piece.number)
+    if base is None:
+        return (), (), chunks, [block_digests(chunk) for chunk in chunks]
+    same = [stored.digests[index] == base.digests[index] for index in here]
+    known = state.blocks.get((_shard_of(shard, base.ref), base.ref.digest, number), [b""] * len(here))
+    rows = list(zip(chunks, same, known, strict=True))
+    blocks = [was if is_same and was else block_digests(chunk) for chunk, is_same, was in rows]
+    patches = {
+        index: make_patch(chunk, now, was)
+        for index, now, (chunk, is_same, was) in zip(here, blocks, rows, strict=True)
+        if was and not is_same
+    }
+    origins, bases = plan_origins(spec, number, stored.digests, base, piece.part.bases_max, patches)
+    written = [
+        chunk if ref is None else patches.get(index, b"")
+        for index, chunk, ref in zip(here, chunks, origins, strict=True)
+    ]
+    return origins, bases, written, blocks
+
+
+def _shard_of(shard: ShardId, ref: SliceRef) -> ShardId:
+    """Return the same rank's shard of an older step."""
+    return replace(shard, attempt=ref.step.attempt, step=ref.step.step)
+
+
+async def _is_wanted(io: HolderIo, state: HolderState, piece: Slice, nbytes: int) -> bool:
     """Wait for a slice's turn; return False if it is not wanted any more."""
-    order = piece.order
-    if piece.stop.is_set:
-        return False
-    pinned = state.store.pin(piece.shard, piece.digest)
-    if pinned is None:
-        return True
-    state.store.unpin(*pinned)  # its turn may be far off
-    wait_s = await io.slice_turn(order.job, pinned[0], piece.number, order.durable.bytes_per_s)
+    wait_s = await io.slice_turn(piece.order.job, nbytes, piece.order.durable.bytes_per_s)
     return not (await io.wait_for(lambda: piece.stop.is_set or state.is_stopping(), wait_s))
 
 
@@ -131,7 +189,7 @@ async def _copied(
 async def marker(io: HolderIo, state: HolderState, order: WriteMarker) -> None:
     """Write the marker of a step whose parts are all there, report it, then remove what abandoned writes left."""
     step, place, specs = order.step.id, order.durable, {rank: spec.spec for rank, spec in order.specs.items()}
-    record = DurableMarker(step, len(specs), specs, order.key)
+    record = DurableMarker(step, len(specs), specs, order.key, slice_uses(order.uses))
     _, problem = await outcome(io, "durable write", io.store_marker(place, order.job, record, order.lineage))
     state.report(MarkerWritten(job=order.job, step=order.step, key=order.key, problem=problem or None))
     if problem:

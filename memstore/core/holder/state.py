@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from memstore.core.arena.replica_index import IncomingReplica
@@ -173,10 +173,17 @@ class HolderState:
     puts: SubmittedPuts = field(default_factory=SubmittedPuts)
     ranks: Ranks = field(default_factory=Ranks)
     stops: dict[tuple[str, StepId], Stop] = field(default_factory=dict)  # (job, step) -> what ends its durable writes
+    # slice that was written (shard, digest, number) -> the digests of each chunk's blocks, of the newest steps alone
+    blocks: dict[tuple[ShardId, str, int], list[bytes]] = field(default_factory=dict)
     began_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.began_s = self.now()
+
+    def keep_blocks(self, job: str, steps: Collection[StepId]) -> None:
+        """Forget the digests of blocks of a job's other steps."""
+        for key in [k for k in self.blocks if k[0].job == job and StepId(k[0].attempt, k[0].step) not in steps]:
+            del self.blocks[key]
 
     @property
     def host_id(self) -> str:

@@ -408,7 +408,7 @@ class Rounds:
             runs.setdefault(t.rank, []).append(Run(t.tier, t.source, t.first_chunk, t.chunks_count))
         members = {} if active.is_agreement else self.state.jobs[active.job].attempts[active.attempt].members
         readers = {rank: member.nonce for rank, member in members.items()}
-        durable = place_of(self._storage_config(active), job.markers.get(step))
+        config, marker = self._storage_config(active), job.markers.get(step)
         for rank, staging_host in sorted(active.staging_hosts.items()):
             number = self.reads.bring(
                 staging_host,
@@ -418,7 +418,7 @@ class Rounds:
                 use="get",
                 job=active.job,
                 attempt=active.attempt,
-                durable=durable,
+                durable=place_of(config, marker, rank),
                 reader=readers.get(rank, ""),
             )
             active.reads[number] = rank

@@ -109,7 +109,7 @@ class SingleReads:
             use=use,
             job=job.name,
             attempt=attempt.attempt_number,
-            durable=place_of(attempt.config, job.markers.get(result.step)),
+            durable=place_of(attempt.config, job.markers.get(result.step), rank),
             reader=asked.reader,
             chunks=asked.chunks,
         )

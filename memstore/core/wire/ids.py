@@ -6,12 +6,13 @@ makes a row from the store's own value; `id`, `spec` or `on` returns that value.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from msgspec import Meta
 
 from memstore.core.wire.codec import Row
-from recovery.inventory import Copy, ShardId, ShardSpec, StepId
+from recovery.inventory import Copy, ShardId, ShardSpec, SliceRef, SliceUse, StepId
 
 UNSIGNED_LIMIT = 1 << 62
 """Every attempt, step, rank, size and count is below this, as in manifests."""
@@ -21,6 +22,10 @@ Positive = Annotated[int, Meta(ge=1, lt=UNSIGNED_LIMIT, description="a whole num
 Seconds = Annotated[float, Meta(ge=0, lt=1e9, description="a time that another process measured")]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z", description="a name, as check_name allows")]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z", description="xxh3-128 of a manifest, in hex")]
+Tag = Annotated[str, Meta(pattern=r"^(?:[0-9a-f]{16})?\Z", description="a slice's tag; empty: it is whole")]
+Tags = Annotated[
+    str, Meta(pattern=r"^(?:[0-9a-f]{16}|-)?(?:,(?:[0-9a-f]{16}|-)?)*\Z", description="tags of slices, in order")
+]
 ChunkDigest = Annotated[bytes, Meta(min_length=16, max_length=16, description="xxh3-128 of a chunk")]
 
 
@@ -110,3 +115,45 @@ class WireCopy(Row, frozen=True):
     def on(self, host_id: str) -> Copy:
         """Return the copy as one on that host."""
         return Copy(self.shard.id, self.spec.spec, host_id, frozenset(self.missing))
+
+
+class WireBase(Row, frozen=True):
+    """A rank's shard of an older durable step, some slices of which the same rank's slices of a newer one read."""
+
+    attempt: Unsigned
+    step: Unsigned
+    digest: Digest
+    tags: Tags
+    """Of the one that each slice reads; "-": none."""
+
+
+class WireUse(Row, frozen=True):
+    """How slices of a rank lie in durable storage, in their order, and which older ones they read."""
+
+    tags: Tags
+    bases: tuple[WireBase, ...]
+
+    @classmethod
+    def of(cls, uses: Sequence[SliceUse]) -> WireUse:
+        """Return the row of the uses of some slices."""
+        older = [{(ref.step, ref.digest): ref.tag for ref in use.bases} for use in uses]
+        bases = [
+            WireBase(step.attempt, step.step, digest, ",".join(tags.get((step, digest), "-") for tags in older))
+            for step, digest in sorted(set().union(*older))
+        ]
+        return cls(",".join(use.tag for use in uses), tuple(bases))
+
+    @property
+    def uses(self) -> tuple[SliceUse, ...]:
+        """Return the uses of the slices, in their order."""
+        tags = self.tags.split(",")
+        read: list[list[SliceRef]] = [[] for _ in tags]
+        for base in self.bases:
+            for refs, tag in zip(read, base.tags.split(","), strict=False):
+                if tag != "-":
+                    refs.append(SliceRef(StepId(base.attempt, base.step), base.digest, tag))
+        return tuple(SliceUse(tag, tuple(refs)) for tag, refs in zip(tags, read, strict=True))
+
+
+WireUses = dict[Unsigned, WireUse]
+"""By rank; the slices of one that is left out are all whole."""

@@ -8,7 +8,18 @@ from __future__ import annotations
 from typing import Literal
 
 from memstore.core.wire.codec import Decoder, Message, Part, Row
-from memstore.core.wire.ids import Digest, Endpoints, Name, Positive, Unsigned, WireShard, WireSpec, WireStep
+from memstore.core.wire.ids import (
+    Digest,
+    Endpoints,
+    Name,
+    Positive,
+    Tag,
+    Unsigned,
+    WireShard,
+    WireSpec,
+    WireStep,
+    WireUses,
+)
 
 # -- the journal (R16) --------------------------------------------------------------------------------
 
@@ -184,6 +195,8 @@ class DurablePlace(Part, frozen=True):
     bytes_per_s: Unsigned | None
     key: str | None = None
     """The name of the key of the step that is read; None: not for reading, "": not encrypted."""
+    tags: tuple[Tag, ...] = ()
+    """Of the slices of the shard that is read, in their order; none: all are whole."""
 
 
 class Run(Row, frozen=True):
@@ -228,12 +241,24 @@ class Bring(Message, frozen=True, tag="bring"):
 # -- durable storage (R31) ----------------------------------------------------------------------------
 
 
+class BaseShard(Row, frozen=True):
+    """The same rank's shard of an older durable step, of the same sizes: equal chunks are not written again."""
+
+    step: WireStep
+    digest: Digest
+    tags: tuple[Tag, ...]
+    """Of its slices; none: all are whole."""
+
+
 class SlicesOfShard(Row, frozen=True):
     """The slices of one shard that this host writes."""
 
     shard: WireShard
     digest: Digest
     numbers: tuple[Unsigned, ...]
+    base: BaseShard | None = None
+    bases_max: Unsigned = 0
+    """Most older slices that one may read."""
 
 
 class Lineage(Part, frozen=True):
@@ -265,6 +290,7 @@ class WriteMarker(Message, frozen=True, tag="write_marker"):
     step: WireStep
     specs: dict[Unsigned, WireSpec]
     """By rank."""
+    uses: WireUses
     key: str
     lineage: Lineage
 

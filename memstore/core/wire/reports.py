@@ -9,7 +9,18 @@ from typing import Any
 
 from memstore.core.wire.calls import Called
 from memstore.core.wire.codec import Decoder, Message, Part, Row
-from memstore.core.wire.ids import Endpoints, Name, Positive, Unsigned, WireCopy, WireShard, WireSpec, WireStep
+from memstore.core.wire.ids import (
+    Endpoints,
+    Name,
+    Positive,
+    Unsigned,
+    WireCopy,
+    WireShard,
+    WireSpec,
+    WireStep,
+    WireUse,
+    WireUses,
+)
 from memstore.core.wire.orders import Lineage, TermNumber
 from memstore.core.wire.replies import HostVerified
 from memstore.core.wire.status_rows import HostStats
@@ -163,6 +174,7 @@ class SliceWritten(Message, frozen=True, tag="slice_written"):
     key: str | None
     """The name of the key that this host has; None: it did not get to look."""
     problem: str | None
+    use: WireUse = WireUse("", ())
 
 
 class MarkerWritten(Message, frozen=True, tag="marker_written"):
@@ -189,6 +201,7 @@ class MarkerRow(Row, frozen=True):
     step: WireStep
     specs: dict[Unsigned, WireSpec]
     """By rank."""
+    uses: WireUses
     key: str
     lineage: Lineage
 

@@ -25,7 +25,7 @@ import numpy as np
 from memstore.core.durable.paths import other_key
 from memstore.core.durable.slice_format import KEY_NAME_BYTES, SALT_BYTES, TAG_BYTES, SliceHeader, slice_range
 from memstore.errors import ConfigError, IntegrityError
-from recovery.inventory import ShardSpec
+from recovery.inventory import ShardSpec, SliceRef
 
 KEY_BYTES = 32
 GAIN_MIN = 1.1  # below it the time to decompress costs more than the bytes
@@ -46,15 +46,24 @@ class Codec:
         """Return the key's name for files and messages, "" without one."""
         return key_name(self.key).hex() if self.key is not None else ""
 
-    def seal(self, spec: ShardSpec, number: int, manifest: bytes, chunks: Sequence[bytes]) -> list[bytes]:
-        """Return the pieces of a slice's file: header, manifest, chunks."""
-        packed = [_compressed(chunk) if self.is_compressing else None for chunk in chunks]
+    def seal(
+        self,
+        spec: ShardSpec,
+        number: int,
+        manifest: bytes,
+        chunks: Sequence[bytes],
+        origins: tuple[SliceRef | None, ...] = (),
+    ) -> list[bytes]:
+        """Return the pieces of a slice's file: header, manifest, chunks; of one that an older slice has its patch."""
+        refs = zip(chunks, origins or (None,) * len(chunks), strict=True)
+        packed = [_compressed(chunk) if self.is_compressing and ref is None else None for chunk, ref in refs]
         bodies = [chunk if short is None else short for chunk, short in zip(chunks, packed, strict=True)]
         is_compressed = tuple(short is not None for short in packed)
         if self.key is None:
-            header = SliceHeader(number, spec, len(manifest), tuple(map(len, bodies)), is_compressed)
+            sizes = tuple(map(len, bodies))
+            header = SliceHeader(number, spec, len(manifest), sizes, is_compressed, origins=origins)
             return [header.encode(), manifest, *bodies]
-        sizes = tuple(len(body) + TAG_BYTES for body in bodies)
+        sizes = tuple(len(body) + TAG_BYTES if body else 0 for body in bodies)
         header = SliceHeader(
             number,
             spec,
@@ -63,16 +72,23 @@ class Codec:
             is_compressed,
             key_name(self.key),
             secrets.token_bytes(SALT_BYTES),
+            origins,
         )
         cipher, frame = self._cipher(header), header.frame()
         head = cipher.encrypt(_nonce(0), manifest, frame) if manifest else b""
         first = slice_range(spec, number).start
-        bodies = [cipher.encrypt(_nonce(first + at + 1), body, frame) for at, body in enumerate(bodies)]
+        bodies = [
+            cipher.encrypt(_nonce(first + at + 1), body, frame) if body else b"" for at, body in enumerate(bodies)
+        ]
         return [header.encode(), head, *bodies]
 
     def open_manifest(self, header: SliceHeader, stored: bytes) -> bytes:
         """Return the manifest; IntegrityError if it was altered, ConfigError without the right key."""
         return self._decrypted(header, 0, stored)
+
+    def open_patch(self, header: SliceHeader, index: int, stored: bytes) -> bytes:
+        """Return what makes an older slice's chunk this one; errors are those of `open_chunk`."""
+        return self._decrypted(header, index + 1, stored)
 
     def open_chunk(self, header: SliceHeader, index: int, stored: bytes, view: memoryview) -> None:
         """Fill `view` with a chunk; IntegrityError if it was altered, ConfigError without the right key."""

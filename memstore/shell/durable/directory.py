@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from memstore.core.durable.paths import is_step_file, is_step_number, step_path
+from memstore.core.durable.paths import is_step_number, step_path
 from memstore.core.durable.storage_ports import DurableFiles, DurableReader, Wrote
 from memstore.errors import ConfigError, MemstoreError
 from memstore.shell.durable.files import (
@@ -144,20 +144,15 @@ class DirectoryFiles(DurableFiles):
                     steps += [StepId(attempt, step) for step in numbered(folder, f"{path}/{attempt}")]
         return sorted(steps), problems
 
-    def remove_step(self, job: str, step: StepId, first: str) -> None:
-        """Remove `first`, make that durable, then remove the rest; a step that is not there is fine."""
-        names = (job, str(step.attempt), str(step.step))
-        path = self.path(*names)
-        with mapped("remove", path), suppress(FileNotFoundError), self._folder(*names[:-1]) as above:
-            with self._folder(*names) as folder:
-                found = os.listdir(folder)
-                if first in found:
-                    os.unlink(first, dir_fd=folder)
-                    sync_folder(folder)
-                for name in found:
-                    if name != first and (is_step_file(name) or name.startswith(TEMP_PREFIX)):
-                        unlink_if_there(folder, name)
-            rmdir_if_empty(above, names[-1])
+    def remove(self, job: str, step: StepId, names: Collection[str]) -> None:
+        """Remove files, with what is left of a crash if all go; a step that is not there is fine."""
+        folders = (job, str(step.attempt), str(step.step))
+        with mapped("remove", self.path(*folders)), suppress(FileNotFoundError), self._folder(*folders[:-1]) as above:
+            with self._folder(*folders) as folder:
+                for name in names:
+                    unlink_if_there(folder, name)
+                sync_folder(folder)
+            rmdir_if_empty(above, folders[-1])
 
     def tidy(self, job: str, step: StepId) -> None:
         """Remove temporary files."""

@@ -11,13 +11,13 @@ import functools
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from memstore.core.durable.paths import is_step_file, is_step_number, step_path
+from memstore.core.durable.paths import is_step_number, step_path
 from memstore.core.durable.slice_format import SLICE_LIMIT_BYTES
 from memstore.core.durable.storage_ports import DurableFiles, DurableReader, Wrote
 from memstore.errors import CapacityError, ConfigError, IntegrityError, MemstoreError, TransportError
@@ -142,15 +142,12 @@ class ObjectFiles(DurableFiles):
         ]
         return sorted(steps), []
 
-    def remove_step(self, job: str, step: StepId, first: str) -> None:
-        """Remove `first`, then the rest."""
+    def remove(self, job: str, step: StepId, names: Collection[str]) -> None:
+        """Remove objects, many in one request."""
         import obstore
 
-        found = self.names(job, step)
-        ours = [_key(job, step, name) for name in sorted(found) if is_step_file(name) and name != first]
+        ours = [_key(job, step, name) for name in sorted(names)]
         with mapped("remove", self.path(job, step.attempt, step.step)):
-            if first in found:
-                obstore.delete(self.store, _key(job, step, first))
             for at in range(0, len(ours), _DELETES):
                 obstore.delete(self.store, ours[at : at + _DELETES])
         self._readers.clear()

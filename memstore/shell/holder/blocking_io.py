@@ -22,7 +22,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
 from memstore.core.arena.slot_table import Owner, PeerShare
-from memstore.core.durable.slice_format import slice_nbytes, slice_range
+from memstore.core.durable.increments import Origins
+from memstore.core.durable.slice_format import SliceHeader, slice_range
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder import holder_io, orders
 from memstore.core.holder.holder_io import (
@@ -54,7 +55,7 @@ from memstore.shell.holder.send_gate import SendGate
 from memstore.shell.peer.client import PeerClient, RateLimit
 from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
 from memstore.shell.threads import OwnThreads, await_ended, lower_thread_priority
-from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
+from recovery.inventory import DurableMarker, ShardId, ShardSpec, SliceRef, StepId
 
 # -- put timings --------------------------------------------------------------------------------------
 # Collects what this host's ranks measured of their puts, for metrics; no put waits for it (R11).
@@ -310,21 +311,25 @@ class BlockingIo:
     ) -> list[int]:
         """As in HolderIo."""
         with self._released():
-            read = functools.partial(self._read_durable, open_tier(place), replica, spec)
+            problems: list[str] = []
+            read = functools.partial(self._read_durable, open_tier(place), replica, spec, problems)
             futures = [self._ranges.submit(read, index, spec.chunk_nbytes(index)) for index in chunks]
             await_ended(futures)  # none may still write to the incoming replica when it is given up
+            if problems:  # the plan goes on without: only here it is known why
+                log.warning("durable storage lacks %d chunks of %s: %s", len(problems), replica.shard, problems[0])
             return [index for future in futures for index in future.result()]
 
     def _read_durable(
-        self, tier: PartsTier, replica: IncomingReplica, spec: ShardSpec, index: int, nbytes: int
+        self, tier: PartsTier, replica: IncomingReplica, spec: ShardSpec, problems: list[str], index: int, nbytes: int
     ) -> list[int]:
-        """Read one chunk; return [index] if it is not there as it was put, else []."""
+        """Read one chunk; return [index], and add to `problems`, if it is not there as it was put, else []."""
         number = self.replicas.take_slots_growing(1)[0]
         view = self.replicas.arena.view(number, nbytes)
         try:
             tier.read_chunk_into(replica.shard, spec, index, view)
-        except IntegrityError:
+        except IntegrityError as exc:
             self.replicas.give_back([number])
+            problems.append(str(exc))
             return [index]
         except BaseException:
             self.replicas.give_back([number])
@@ -336,9 +341,9 @@ class BlockingIo:
         with self._released():
             return open_tier(place)
 
-    async def slice_turn(self, job: str, stored: StoredReplica, number: int, bytes_per_s: int | None) -> float:
+    async def slice_turn(self, job: str, nbytes: int, bytes_per_s: int | None) -> float:
         """As in HolderIo."""
-        return take_turn(self._free_s, job, time.monotonic(), slice_nbytes(stored.spec, number), bytes_per_s)
+        return take_turn(self._free_s, job, time.monotonic(), nbytes, bytes_per_s)
 
     async def copy_slice(self, stored: StoredReplica, number: int) -> tuple[list[bytes], int | None]:
         """As in HolderIo."""
@@ -361,13 +366,21 @@ class BlockingIo:
         manifest: bytes,
         chunks: Sequence[bytes],
         stop: Stop,
+        origins: Origins = (),
     ) -> bool:
         """As in HolderIo."""
         with self._at_storage():
             nbytes = cast(PartsTier, storage).write_slice(
-                shard, spec, number, manifest, chunks, should_stop=lambda: stop.is_set
+                shard, spec, number, manifest, chunks, should_stop=lambda: stop.is_set, origins=origins
             )
         return nbytes is not None
+
+    async def read_slice_headers(
+        self, storage: Storage, shard: ShardId, spec: ShardSpec, number: int, ref: SliceRef
+    ) -> dict[SliceRef, SliceHeader]:
+        """As in HolderIo."""
+        with self._at_storage():
+            return cast(PartsTier, storage).read_headers(shard, spec, number, ref)
 
     async def store_marker(self, place: DurablePlace, job: str, marker: DurableMarker, lineage: Lineage) -> None:
         """As in HolderIo."""

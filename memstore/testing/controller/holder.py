@@ -7,13 +7,15 @@ and says what fails there.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Protocol, TypeVar, cast
 
 from msgspec import structs
 
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.arena.slot_table import PeerShare
+from memstore.core.durable.increments import Origins, part_names
+from memstore.core.durable.markers import decode_marker, encode_marker
 from memstore.core.format.manifest import Manifest, decode_manifest, shard_digest
 from memstore.core.holder.holder_io import Lane, Stop, Storage
 from memstore.core.holder.inventory import answer_fence
@@ -36,7 +38,7 @@ from memstore.testing.simulator.host.virtual_io import VirtualIo, Waits, finish
 from memstore.testing.simulator.rank.rank import SimRank, chunk_of
 from memstore.testing.simulator.world.memory import DurableStorage, Memory
 from memstore.testing.simulator.world.world import Answer, CallFailed, CopiedRead
-from recovery.inventory import Copy, ShardId, ShardSpec, StepId
+from recovery.inventory import Copy, DurableMarker, ShardId, ShardSpec, StepId
 
 CHUNKS = 4  # of every shard
 WRITES = (orders.WriteSlices, orders.WriteMarker, orders.RemoveStep)  # to durable storage
@@ -69,8 +71,17 @@ class Durable(DurableStorage):
 
     def put_under(self, key: str) -> None:
         """Have all that is there lie under one key."""
-        self.slices = {(shard, digest, key, number): row for (shard, digest, _, number), row in self.slices.items()}
-        self.markers = {place: (specs, key, lineage) for place, (specs, _, lineage) in self.markers.items()}
+        for (job, attempt, step), data in list(self.markers.items()):
+            found, place = decode_marker(data), (job, attempt, step)
+            old, new = found.marker, replace(found.marker, key=key)
+            for rank in old.specs:
+                for was, name in zip(part_names(old, rank), part_names(new, rank), strict=True):
+                    self.slices[place][name] = self.slices[place].pop(was)
+            self.markers[place] = encode_marker(job, new, found.lineage)
+
+    def marker(self, job: str, attempt: int, step: int) -> DurableMarker:
+        """Return what the marker of a step says."""
+        return decode_marker(self.markers[job, attempt, step]).marker
 
     def key_of(self, place: DurablePlace, host: str) -> str:
         """Return the name of the key that a host has."""
@@ -203,9 +214,10 @@ class DirectedIo(VirtualIo):
         manifest: bytes,
         chunks: Sequence[bytes],
         stop: Stop,
+        origins: Origins = (),
     ) -> bool:
         """As in HolderIo."""
-        is_written = await super().write_slice(storage, shard, spec, number, manifest, chunks, stop)
+        is_written = await super().write_slice(storage, shard, spec, number, manifest, chunks, stop, origins)
         if is_written:
             self.durable.writers.setdefault((shard, number), []).append(self.host.host_id)
         return is_written

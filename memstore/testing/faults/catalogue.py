@@ -127,7 +127,7 @@ KINDS = {
     "durable-broken": FaultKind("durable storage fails, hangs up or is away for a while", 2, 2,
                            drills="durable-error durable-full"),
     "durable-slow": FaultKind("durable storage is slow for a while", 1, drills="durable-slow"),
-    "durable-torn": FaultKind("slices of durable steps are cut short", 1, is_grave=True, drills="durable-torn"),
+    "durable-torn": FaultKind("slices of durable steps are spoilt", 1, is_grave=True, drills="durable-torn"),
     "rotate-key": FaultKind("the key file is replaced host by host", 0),
     # Time.
     "step-clock": FaultKind("wall clocks step", 0, 2),

@@ -28,7 +28,12 @@ from memstore.core.wire import (
 
 
 S = TypeVar("S", bound=msgspec.Struct)
-_PATTERNS = {r"^[0-9a-f]{32}\Z": "0123456789abcdef" * 2, r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z": "train-7"}
+_PATTERNS = {
+    r"^[0-9a-f]{32}\Z": "0123456789abcdef" * 2,
+    r"^(?:[0-9a-f]{16})?\Z": "0123456789abcdef",
+    r"^(?:[0-9a-f]{16}|-)?(?:,(?:[0-9a-f]{16}|-)?)*\Z": "0123456789abcdef,,-",
+    r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z": "train-7",
+}
 
 
 def blank(kind: type[S]) -> S:

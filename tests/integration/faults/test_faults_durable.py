@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -12,6 +13,8 @@ from stalls import put_within
 
 from memstore.admin.cluster import refuse_last_copies
 from memstore.cli import main
+from memstore.core.durable.increments import needed_names
+from memstore.core.durable.markers import decode_marker
 from memstore.core.wire.calls import RemoveJob
 from memstore.errors import CapacityError
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
@@ -57,6 +60,44 @@ def test_durable_storage_alone_knows_the_job(tmp_path: Path, nursery: RankNurser
         ranks, got = fleet.resume(["h0", "h1"])
         assert (got["step"], got["verdict"]) == (0, "durable")
         together(ranks, "train", first=1, last=2)
+
+
+def test_increments_are_restored_and_a_lost_base_is_refused_by_name(tmp_path: Path, nursery: RankNursery) -> None:
+    """Step 0 left retention; what newer steps read of it stays. A person removes a file of it: the log says which."""
+    durable = tmp_path / "durable"
+    durable.mkdir()
+    fields = {"durable": str(durable), "durable_every": 1, "durable_keep": 1, "kib": 2048}
+    with ProcessCluster(tmp_path / "one", TWO_RACKS) as cluster:
+        fleet = Fleet(cluster, nursery, **fields)
+        ranks = fleet.begin(["h0", "h1"], last_step=0)
+        ranks[0].call("wait", step=0, level="durable")
+        whole = sum(path.stat().st_size for path in durable.rglob("rank-*"))
+        for step in range(1, 4):
+            together(ranks, "train", first=step, last=step)
+            ranks[0].call("wait", step=step, level="durable")
+        wait_for(lambda: len(list(durable.rglob("marker"))) == 1, "the removal of older steps")
+        fleet.kill(ranks)
+    [marker] = durable.rglob("marker")
+    assert marker.parent.name == "3"
+    assert sum(path.stat().st_size for path in marker.parent.glob("rank-*")) < 0.95 * whole
+    older, names = min(needed_names([decode_marker(marker.read_bytes()).marker]).items())
+    lost = durable / "train" / "1" / str(older.step) / min(names)
+    with ProcessCluster(tmp_path / "two", TWO_RACKS) as cluster:
+        ranks, got = Fleet(cluster, nursery, **fields).resume(["h0", "h1"])
+        assert (got["step"], got["verdict"]) == (3, "durable")
+        Fleet(cluster, nursery, **fields).kill(ranks)
+    lost.unlink()
+    with ProcessCluster(tmp_path / "three", TWO_RACKS) as cluster:
+        ranks = Fleet(cluster, nursery, **fields).launch(["h0", "h1"])
+        for rank in ranks:
+            rank.begin("get")
+        for rank in ranks:
+            with pytest.raises(RankFailed, match="chunks damaged or missing at durable"):
+                rank.finish()
+        logs = "".join(path.read_text() for path in (tmp_path / "three").rglob("holder-*.log"))
+        assert re.search(
+            rf"/train/1/3 reads step {older.step} \(attempt 1\): .*{lost.name}.* put that step's files back", logs
+        )
 
 
 def test_a_removed_job_comes_back_from_durable_storage_and_stays(tmp_path: Path, nursery: RankNursery) -> None:

@@ -328,5 +328,5 @@ def test_what_a_marked_step_lacks_is_found_in_the_storage(tier: PartsTier) -> No
     marker = write_step(tier, 5)
     assert tier.lacks(JOB, marker.step) == ""
     assert "marker" in tier.lacks(JOB, StepId(1, 6))
-    tier.files.remove_step(JOB, marker.step, names_of(shard_of(5))[0])
+    tier.files.remove(JOB, marker.step, names_of(shard_of(5))[:1])
     assert tier.lacks(JOB, marker.step)

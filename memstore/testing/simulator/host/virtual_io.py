@@ -16,8 +16,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
 from memstore.core.arena.slot_table import Owner, PeerShare
-from memstore.core.durable.markers import MarkerRecord
-from memstore.core.durable.slice_format import slice_nbytes, slice_range, slices_count
+from memstore.core.durable.increments import Origins, part_names
+from memstore.core.durable.slice_format import SliceHeader, slice_range
 from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest, shard_digest
 from memstore.core.holder import holder_io, ranks
 from memstore.core.holder.holder_io import (
@@ -62,14 +62,15 @@ from memstore.errors import (
     ProtocolError,
     TransportError,
 )
+from memstore.shell.durable.tier import PartsTier
 from memstore.shell.net.channel import Frame
 from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
 from memstore.shell.peer.patches import Blocks, offer_of, patch_runs
 from memstore.testing.simulator.host.context import HostContext, RankLink
-from memstore.testing.simulator.world.memory import Crashed, DurableStorage
+from memstore.testing.simulator.world.memory import Crashed
 from memstore.testing.simulator.world.virtual_time import Thread, Wait
 from memstore.testing.simulator.world.world import AnyRank, CallFailed, CopiedRead, Violation
-from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
+from recovery.inventory import DurableMarker, ShardId, ShardSpec, SliceRef, StepId
 
 # -- peer requests ------------------------------------------------------------------------------------
 # Requests between simulated holders: each goes to the real peer server of the other, after the link's delay.
@@ -390,14 +391,6 @@ def finish(steps: Coroutine[Any, Any, T]) -> Waits[T]:
     return (yield from steps.__await__())
 
 
-@dataclass(frozen=True)
-class OpenStorage:
-    """The storage under the key that the host had when it was opened."""
-
-    storage: DurableStorage
-    key: str
-
-
 class Digested:
     """A fresh shard whose digests are known: the replica store digests it once more when it stores it."""
 
@@ -524,40 +517,35 @@ class VirtualIo:
 
     async def read_durable_manifest(self, place: DurablePlace, shard: ShardId, spec: ShardSpec) -> bytes:
         """As in HolderIo."""
-        return (await self._part(place, shard, spec))[0]
+        return (await self._reached(place)).read_manifest(shard, spec)
 
     async def receive_durable(
         self, place: DurablePlace, replica: IncomingReplica, spec: ShardSpec, chunks: Sequence[int]
     ) -> list[int]:
         """As in HolderIo."""
-        _, stored = await self._part(place, replica.shard, spec)
-        found = {index: stored[index] if index < len(stored) else b"" for index in chunks}
-        sized = {index: data if len(data) == spec.chunk_nbytes(index) else b"" for index, data in found.items()}
-        return [index for index, data in sized.items() if self._is_bad(replica, index, data)]
+        tier = await self._reached(place)
+        return [index for index in chunks if self._is_bad(replica, index, _chunk(tier, replica.shard, spec, index))]
 
-    async def _part(self, place: DurablePlace, shard: ShardId, spec: ShardSpec) -> tuple[bytes, list[bytes]]:
-        """Read a shard from durable storage."""
+    async def _reached(self, place: DurablePlace) -> PartsTier:
+        """Wait for durable storage, which is then read as an order says."""
         await _wait(self.storage.delay_s)
         if self.storage.problem:
             raise PeerUnreachable(self.storage.problem)
         own_key = self.storage.key_of(place, self.holder.host_id)  # unless the order names the step's
-        part = self.storage.part(shard, spec.digest, place.key if place.key is not None else own_key)
-        if part is None:
-            raise IntegrityError(f"durable storage has not all slices of {shard}")
-        return part
+        return self.storage.tier(place.key if place.key is not None else own_key, place.tags)
 
     async def _travel(self) -> None:
         await _wait(self.storage.delay_s)
         if self.storage.problem:
             raise TransportError(self.storage.problem)
 
-    async def open_durable(self, place: DurablePlace) -> OpenStorage:
+    async def open_durable(self, place: DurablePlace) -> PartsTier:
         """As in HolderIo."""
-        return OpenStorage(self.storage, self.storage.key_of(place, self.holder.host_id))
+        return self.storage.tier(self.storage.key_of(place, self.holder.host_id))
 
-    async def slice_turn(self, job: str, stored: StoredReplica, number: int, bytes_per_s: int | None) -> float:
+    async def slice_turn(self, job: str, nbytes: int, bytes_per_s: int | None) -> float:
         """As in HolderIo."""
-        return take_turn(self.free_s, job, self.holder.world.now, slice_nbytes(stored.spec, number), bytes_per_s)
+        return take_turn(self.free_s, job, self.holder.world.now, nbytes, bytes_per_s)
 
     async def copy_slice(self, stored: StoredReplica, number: int) -> tuple[list[bytes], int | None]:
         """As in HolderIo."""
@@ -579,56 +567,60 @@ class VirtualIo:
         manifest: bytes,
         chunks: Sequence[bytes],
         stop: Stop,
+        origins: Origins = (),
     ) -> bool:
         """As in HolderIo."""
         await self._travel()
         if stop.is_set:
             return False
-        written = list(chunks)
-        if self.storage.tears and written:
-            self.storage.tears -= 1
-            written[-1] = written[-1][: len(written[-1]) // 2]
-        self.storage.slices[shard, spec.digest, storage.key, number] = (slices_count(spec), manifest, written)
+        cast(PartsTier, storage).write_slice(
+            shard, spec, number, manifest, chunks, should_stop=lambda: False, origins=origins
+        )
         return True
+
+    async def read_slice_headers(
+        self, storage: Storage, shard: ShardId, spec: ShardSpec, number: int, ref: SliceRef
+    ) -> dict[SliceRef, SliceHeader]:
+        """As in HolderIo."""
+        await self._travel()
+        return cast(PartsTier, storage).read_headers(shard, spec, number, ref)
 
     async def store_marker(self, place: DurablePlace, job: str, marker: DurableMarker, lineage: Lineage) -> None:
         """As in HolderIo."""
         await self._travel()
-        step, specs = marker.step, dict(marker.specs)
-        path = (job, step.attempt, step.step)
-        for rank, spec in specs.items():  # every slice of every part must be there before the marker (R31)
-            if self.storage.part(ShardId(*path, rank), spec.digest, marker.key) is None:
-                if path in self.storage.removed:  # the order came late, as to a holder that was frozen
+        step, found = marker.step, self.storage.names(job, marker.step)
+        for rank in marker.specs:  # every slice of every part must be there before the marker (R31)
+            if not found.issuperset(part_names(marker, rank)):
+                if (job, step.attempt, step.step) in self.storage.removed:  # a late order, as to a frozen holder
                     raise IntegrityError(f"{step} lacks the part of rank {rank}: no marker was written")
                 raise Violation("R31", f"the marker of {step} was written before rank {rank}'s part under its key")
-        self.storage.markers[path] = (specs, marker.key, lineage)
+        self.storage.tier(marker.key).write_marker(job, marker, lineage)
 
     async def remove_durable(self, place: DurablePlace, job: str, step: StepId, *, only_unmarked: bool) -> None:
         """As in HolderIo."""
         await self._travel()
-        if not (only_unmarked and (job, step.attempt, step.step) in self.storage.markers):
-            self.storage.remove_step(job, step.attempt, step.step)
+        self.storage.tier("").remove_step(job, step, only_unmarked=only_unmarked)
+        self._check_bases(job)
 
     async def sweep_durable(self, place: DurablePlace, job: str, step: StepId) -> None:
-        """As in HolderIo: the storage of the simulation keeps what abandoned writes leave."""
+        """As in HolderIo."""
+        await self._travel()
+        self.storage.tier("").sweep(job, {step})
+        self._check_bases(job)
+
+    def _check_bases(self, job: str) -> None:
+        """Check that no marker reads what is gone: nothing but an order removes files here."""
+        if lost := self.storage.lost(job):
+            raise Violation("R31", f"{self.holder.host_id} removed what newer steps read: {lost}")
 
     async def read_markers(self, place: DurablePlace, job: str, check: StepId | None) -> MarkersFound:
         """As in HolderIo."""
         await self._travel()
-        rows = tuple(
-            MarkerRecord(name, DurableMarker(StepId(attempt, step), len(specs), specs, key), lineage).row
-            for (name, attempt, step), (specs, key, lineage) in sorted(self.storage.markers.items())
-            if name == job
-        )
-        lacks = "" if check is None else self._lacks(job, check)
-        return MarkersFound(markers=rows, key=self.storage.key_of(place, self.holder.host_id), damaged="", lacks=lacks)
-
-    def _lacks(self, job: str, step: StepId) -> str:
-        """Say which part of a step is not there, "" if all are."""
-        specs, key, _ = self.storage.markers.get((job, step.attempt, step.step), ({}, "", {}))
-        shards = {rank: ShardId(job, step.attempt, step.step, rank) for rank in specs}
-        gone = [rank for rank, spec in specs.items() if self.storage.part(shards[rank], spec.digest, key) is None]
-        return f"parts of ranks {gone} are missing" if gone or not specs else ""
+        tier = self.storage.tier(self.storage.key_of(place, self.holder.host_id))
+        records, damaged = tier.marker_records(job)
+        lacks = "" if check is None else tier.lacks(job, check)
+        rows = tuple(record.row for record in records)
+        return MarkersFound(markers=rows, key=tier.key, damaged="; ".join(damaged), lacks=lacks)
 
     # -- this host's memory ---------------------------------------------------------------------
 
@@ -772,3 +764,13 @@ class VirtualIo:
     async def unexpected(self, what: str, error: Exception) -> None:
         """As in HolderIo: the run has failed."""
         raise error
+
+
+def _chunk(tier: PartsTier, shard: ShardId, spec: ShardSpec, index: int) -> bytes:
+    """Return a chunk of durable storage, b"" if it is not there."""
+    data = bytearray(spec.chunk_nbytes(index))
+    try:
+        tier.read_chunk_into(shard, spec, index, memoryview(data))
+    except IntegrityError:
+        return b""
+    return bytes(data)

@@ -39,6 +39,7 @@ from memstore.core.wire.messages import SendOrder
 from memstore.core.wire.orders import Bring, Run
 from memstore.core.wire.replies import Noted, Skipped
 from memstore.core.wire.reports import SliceWritten
+from memstore.shell.durable.tier import PartsTier
 from memstore.testing.faults.catalogue import Fault
 from memstore.testing.simulator.planted.bug import BETWEEN_STEPS, planted, row
 from placement.scatter import scattered
@@ -343,6 +344,12 @@ def slices_of_the_dead_forgotten(real: Any, self: DurableOrders, job: Job, host_
         return
     for piece in owed:
         del write.waits[piece]
+
+
+@planted("bases-removed", "R31", "R31", has_durable=True, at=(PartsTier, "_needed"))
+def bases_removed(real: Any, self: PartsTier, job: str, since: Any) -> Any:
+    """A step is removed from durable storage with the slices that newer steps read."""
+    return {}
 
 
 @planted(

@@ -6,17 +6,24 @@ what was written before stays, and nothing is written after it, not even by clea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from memstore.core.arena.memory_ports import SlotHeader
-from memstore.core.wire.orders import DurablePlace, Lineage
-from memstore.errors import CapacityError, MemstoreError
+from memstore.core.durable.increments import needed_names
+from memstore.core.durable.paths import MARKER, step_path
+from memstore.core.durable.storage_ports import DurableFiles, DurableReader, Wrote
+from memstore.core.wire.orders import DurablePlace
+from memstore.errors import CapacityError, IntegrityError, MemstoreError
 from memstore.shell.arena.arena import Arena
 from memstore.shell.arena.manifests import ManifestFolder
-from recovery.inventory import ShardId, ShardSpec
+from memstore.shell.durable.tier import PartsTier
+from recovery.inventory import StepId
+
+Place = tuple[str, int, int]  # job, attempt, step: of a durable step
 
 
 class Crashed(Exception):
@@ -244,32 +251,114 @@ class MemoryManifests(ManifestFolder):
 # Durable storage that all simulated hosts see.
 
 
-@dataclass
-class DurableStorage:
-    """Slices of shards with their bytes, the markers of whole steps, and the keys in the hosts' key files."""
+@dataclass(frozen=True)
+class _Stored(DurableReader):
+    """A file of the simulation, open for reading."""
 
-    # (shard, digest, key's name, slice) -> number of slices, manifest, chunks
-    slices: dict[tuple[ShardId, str, str, int], tuple[int, bytes, list[bytes]]] = field(default_factory=dict)
-    markers: dict[tuple[str, int, int], tuple[dict[int, ShardSpec], str, Lineage]] = field(default_factory=dict)
-    removed: set[tuple[str, int, int]] = field(default_factory=set)  # steps that an order removed
+    data: bytes
+    path: str
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Return its size."""
+        return len(self.data)
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill `view` from `offset`."""
+        if offset + view.nbytes > len(self.data):
+            raise IntegrityError(f"{self.path} ends at byte {len(self.data)}")
+        view[:] = self.data[offset : offset + view.nbytes]
+
+
+@dataclass
+class DurableStorage(DurableFiles):
+    """The files of durable steps, on which the product's own tier stands, and the keys in the hosts' key files."""
+
+    where: str = "/durable"
+    markers: dict[Place, bytes] = field(default_factory=dict)
+    slices: dict[Place, dict[str, bytes]] = field(default_factory=dict)  # of a step: name -> bytes
+    removed: set[Place] = field(default_factory=set)  # steps of which an order removed something
     keys: dict[str, str] = field(default_factory=dict)  # host -> name of the key in its file
     problem: str = ""  # every operation fails with it
     delay_s: float = 0.05
-    tears: int = 0  # so many of the next slices are cut short, silently
+    tears: int = 0  # so many of the next slices are spoilt, silently
 
-    def remove_step(self, job: str, attempt: int, step: int) -> None:
-        """Remove a step's marker, then its slices."""
-        self.removed.add((job, attempt, step))
-        self.markers.pop((job, attempt, step), None)
-        for key in [k for k in self.slices if (k[0].job, k[0].attempt, k[0].step) == (job, attempt, step)]:
-            del self.slices[key]
+    def tier(self, key: str, tags: Sequence[str] = ()) -> PartsTier:
+        """Return the tier over these files; the name of a key stands for it: nothing is encrypted."""
+        tier = PartsTier(self, read_under=key, tags=tags)
+        tier.key = key
+        return tier
 
-    def part(self, shard: ShardId, digest: str, key: str) -> tuple[bytes, list[bytes]] | None:
-        """Return a shard's manifest and chunks under a key, None if a slice is missing."""
-        count, manifest, _ = self.slices.get((shard, digest, key, 0), (1, b"", []))
-        found = [self.slices.get((shard, digest, key, number)) for number in range(count)]
-        chunks = [chunk for each in found if each is not None for chunk in each[2]]
-        return (manifest, chunks) if None not in found else None
+    def path(self, job: str, *names: object) -> str:
+        """Return a path for messages."""
+        return step_path(self.where, job, *names)
+
+    def write(
+        self,
+        job: str,
+        step: StepId,
+        name: str,
+        pieces: Sequence[bytes | memoryview],
+        *,
+        should_stop: Callable[[], bool],
+        is_once: bool,
+    ) -> Wrote:
+        """Put a file in place."""
+        place, data = (job, step.attempt, step.step), b"".join(pieces)
+        if name == MARKER and not (is_once and place in self.markers):
+            self.markers[place] = data
+            return "written"
+        if name == MARKER or (is_once and name in self.slices.get(place, {})):
+            return "there"
+        if self.tears:
+            self.tears -= 1
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        self.slices.setdefault(place, {})[name] = data
+        return "written"
+
+    @contextmanager
+    def opened(self, job: str, step: StepId, name: str) -> Iterator[DurableReader]:
+        """Open a file for reading."""
+        place, path = (job, step.attempt, step.step), self.path(job, step.attempt, step.step, name)
+        data = self.markers.get(place) if name == MARKER else self.slices.get(place, {}).get(name)
+        if data is None:
+            raise IntegrityError(f"{path} is gone")
+        yield _Stored(data, path)
+
+    def names(self, job: str, step: StepId) -> set[str]:
+        """Return the files of a step."""
+        place = (job, step.attempt, step.step)
+        return {*self.slices.get(place, ()), *([MARKER] if place in self.markers else [])}
+
+    def has(self, job: str, step: StepId, name: str) -> bool:
+        """Say whether the step has such a file."""
+        return name in self.names(job, step)
+
+    def steps(self, job: str) -> tuple[list[StepId], list[str]]:
+        """Return the job's steps, oldest first."""
+        return sorted(StepId(*place[1:]) for place in {*self.markers, *self.slices} if place[0] == job), []
+
+    def remove(self, job: str, step: StepId, names: Collection[str]) -> None:
+        """Remove files of a step."""
+        place = (job, step.attempt, step.step)
+        self.removed.add(place)
+        if MARKER in names:
+            self.markers.pop(place, None)
+        left = {name: data for name, data in self.slices.pop(place, {}).items() if name not in names}
+        if left:
+            self.slices[place] = left
+
+    def tidy(self, job: str, step: StepId) -> None:
+        """Do nothing: a file is never partial."""
+
+    def probe(self) -> None:
+        """Do nothing."""
+
+    def lost(self, job: str) -> dict[StepId, set[str]]:
+        """Return what the markers of a job need of older steps, and is not there."""
+        records, _ = self.tier("").marker_records(job)
+        needed = needed_names(record.marker for record in records)
+        return {step: gone for step, names in needed.items() if (gone := names - self.names(job, step))}
 
     def key_of(self, place: DurablePlace, host: str) -> str:
         """Return the name of the key that a host has for a job's storage."""

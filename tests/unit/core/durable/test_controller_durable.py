@@ -477,7 +477,8 @@ def encrypted(keys: dict[str, str], hosts: int = 2, **config: Any) -> tuple[Cont
 
 def keys_on_storage(world: ControllerWorld, step: int) -> set[str]:
     """Keys that slices of a step were written under."""
-    return {key for shard, _, key, _ in world.durable.slices if shard.step == step}
+    names = [name for place, files in world.durable.slices.items() if place[2] == step for name in files]
+    return {name.rpartition(".")[2].partition("-")[0] for name in names}
 
 
 def job_row(world: ControllerWorld, rank: DirectedRank) -> dict[str, Any]:
@@ -494,8 +495,8 @@ def test_a_step_is_written_under_one_key_and_the_other_host_is_named() -> None:
     world, ranks = encrypted({"h0": A, "h1": B})
     for step in (1, 2, 3):
         assert world.put_all(ranks, step, until="durable", limit_s=20.0)
-        assert world.durable.markers["train", 1, step][1] in keys_on_storage(world, step)
-    [key] = {key for _, key, _ in world.durable.markers.values()}
+        assert world.durable.marker("train", 1, step).key in keys_on_storage(world, step)
+    [key] = {world.durable.marker(*place).key for place in world.durable.markers}
     other, its = ("h1", B) if key == A else ("h0", A)
     [problem] = [problem for problem in job_row(world, ranks[0])["problems"] if problem["kind"] == "durable_failed"]
     assert f"host {other} wrote nothing of step 3: {other_key(key, its)}" in problem["cause"]
@@ -533,7 +534,7 @@ def test_a_key_replaced_while_a_step_is_written_makes_no_mixed_step() -> None:
     for holder in world.holders.values():
         world.durable.keys[holder.host_id] = B
     assert world.run_until(lambda: ("train", 1, 2) in world.durable.markers, 20.0)
-    assert world.durable.markers["train", 1, 2][1] == B
+    assert world.durable.marker("train", 1, 2).key == B
 
 
 @pytest.mark.parametrize("is_reported", [True, False])
@@ -561,7 +562,7 @@ def test_a_key_replaced_host_by_host_never_mixes() -> None:
             world.durable.keys["h0" if step == 3 else "h1"] = B
         assert world.put_all(ranks, step, until="durable", limit_s=20.0)
     assert all(len(keys_on_storage(world, step)) == 1 for step in range(1, 7))
-    assert world.durable.markers["train", 1, 6][1] == B
+    assert world.durable.marker("train", 1, 6).key == B
 
 
 def test_nothing_older_goes_while_hosts_differ_or_the_present_key_has_too_few() -> None:
@@ -845,7 +846,7 @@ def test_a_step_under_a_key_that_no_process_has_is_neither_there_nor_lost(has_ra
     [words] = last_copies(world, ranks[0])["train"]
     assert words == f"step 1 cannot be read on durable storage: {other_key('a' * 16, 'b' * 16)} (h0, h1)"
     world.run(20.0)
-    assert world.durable.markers["train", 1, 1][1] == ("b" if has_ram else "a") * 16
+    assert world.durable.marker("train", 1, 1).key == ("b" if has_ram else "a") * 16
     assert world.job().newest_durable == StepId(1, 1)
     if has_ram:
         assert last_copies(world, ranks[0]) == {}
@@ -860,7 +861,7 @@ def test_the_host_that_has_the_key_is_asked(host: str) -> None:
     under(world, "a", **{"h0": "b", "h1": "b", host: "a"})
     assert last_copies(world, ranks[0]) == {}
     world.run(20.0)
-    assert world.durable.markers["train", 1, 1][1] == "a" * 16
+    assert world.durable.marker("train", 1, 1).key == "a" * 16
 
 
 def test_a_pinned_step_under_a_lost_key_is_not_said_to_be_gone() -> None:
@@ -908,4 +909,4 @@ def test_a_host_may_not_go_for_a_step_that_no_process_can_read() -> None:
         holder.instead.clear()
         holder.obey(order)
     assert world.run_until(lambda: bool(world.served.parts.departures.remains("h1").durable), 120.0)
-    assert world.durable.markers["train", 1, 1][1] == "b" * 16
+    assert world.durable.marker("train", 1, 1).key == "b" * 16

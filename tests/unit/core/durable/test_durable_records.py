@@ -27,7 +27,7 @@ from memstore.core.wire.orders import Lineage
 from memstore.errors import ConfigError, IntegrityError
 from memstore.intervals import Every, parse_every
 from memstore.testing.durable_steps import JOB, lineage_of
-from recovery.inventory import DurableMarker, ShardSpec, StepId
+from recovery.inventory import DurableMarker, ShardSpec, SliceRef, SliceUse, StepId
 
 HEX = st.binary(min_size=16, max_size=16).map(bytes.hex)
 
@@ -39,7 +39,19 @@ def marker_values(draw: st.DrawFn) -> DurableMarker:
     for rank in range(world_size):
         nbytes, chunk_bytes = draw(st.integers(0, 1 << 40)), draw(st.integers(1, 1 << 30))
         specs[rank] = ShardSpec(draw(HEX), nbytes, chunk_bytes, -(-nbytes // chunk_bytes), world_size)
-    return DurableMarker(StepId(draw(st.integers(0, 1 << 40)), draw(st.integers(0, 1 << 40))), world_size, specs)
+    step = StepId(draw(st.integers(1, 1 << 40)), draw(st.integers(0, 1 << 40)))
+    uses = (
+        {0: tuple(draw(slice_uses(step)) for _ in range(slices_count(specs[0])))} if specs[0].nbytes < 1 << 30 else {}
+    )
+    return DurableMarker(step, world_size, specs, "", uses)
+
+
+@st.composite
+def slice_uses(draw: st.DrawFn, step: StepId) -> SliceUse:
+    """A slice that reads some older ones."""
+    tags = draw(st.lists(st.sampled_from(["", "0123456789abcdef"]), max_size=3))
+    refs = [SliceRef(StepId(step.attempt - 1, number), f"{number:032x}", tag) for number, tag in enumerate(tags)]
+    return SliceUse("fedcba9876543210" if tags else "", tuple(refs))
 
 
 @given(marker=marker_values(), cut=st.integers(0, 10**6), flip=st.integers(0, 10**6))
@@ -86,6 +98,11 @@ GOOD = (
         ("9, 4, 3, 1", "9, 4, 3, 2"),
         ("9, 4, 3, 1", "9, 4, 3"),
         ("0" * 32, "0" * 31 + "g"),
+        ("]]}", ']], "uses": {"1": ["", []]}}'),
+        ("]]}", ']], "uses": {"0": [",,", []]}}'),
+        ("]]}", ']], "uses": {"0": [",", [[0, 1, "' + "0" * 32 + '", ""]]]}}'),
+        ("]]}", ']], "uses": {"0": [",", [[1, 2, "' + "0" * 32 + '", ","]]]}}'),
+        ("]]}", ']], "uses": {"0": ["../,", []]}}'),
         (GOOD, "[1]"),
         (GOOD, "[" * 100000),
         (GOOD, "\udcff"),
@@ -95,10 +112,13 @@ def test_marker_with_a_sound_digest_and_bad_fields_is_refused(old: str, new: str
     """The digest is not trusted to vouch for the contents: every field is checked."""
 
     def sealed(text: str) -> bytes:
-        record = b"memstore-marker 3\n" + text.encode(errors="surrogateescape") + b"\n"
+        record = b"memstore-marker 4\n" + text.encode(errors="surrogateescape") + b"\n"
         return record + xxhash.xxh3_128_hexdigest(record).encode() + b"\n"
 
     assert decode_marker(sealed(GOOD)).marker.step == StepId(1, 2)
+    assert (
+        decode_marker(sealed(GOOD.replace("]]}", ']], "uses": {"0": [",", []]}}'))).marker.uses[0] == (SliceUse(),) * 2
+    )
     assert old in GOOD
     with pytest.raises(IntegrityError, match="bad contents"):
         decode_marker(sealed(GOOD.replace(old, new)))
@@ -153,7 +173,7 @@ def test_slice_headers_round_trip_and_no_damage_passes(spec: ShardSpec, pick: in
     header = header_of(spec, number)
     data, payload_nbytes = header.encode(), sum(header.stored_nbytes)
     file_nbytes = len(data) + header.manifest_nbytes + payload_nbytes
-    assert len(data) == header_nbytes(spec, number) == header.nbytes
+    assert len(data) == header_nbytes(spec, number, 0) == header.nbytes
     assert decode_header(data + b"more", spec, number, file_nbytes=file_nbytes) == header
     end = len(data) + header.manifest_nbytes
     for index in slice_range(spec, number):

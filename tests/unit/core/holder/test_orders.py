@@ -64,7 +64,7 @@ ROOM: dict[str, Any] = {
     "number": TermNumber(1, 1),
 }
 SLICES = WriteSlices(job="job", durable=PLACE, step=STEP, parts=(SlicesOfShard(ROWS[0], DIGEST, (0, 1)),), key="k")
-MARKER = WriteMarker(job="job", durable=PACED, step=STEP, specs={}, key="k", lineage=Lineage(1, None, None))
+MARKER = WriteMarker(job="job", durable=PACED, step=STEP, specs={}, uses={}, key="k", lineage=Lineage(1, None, None))
 REPAIR = PushCopy(shard=ROWS[0], digest=DIGEST, target="b")
 GET = Bring(
     read=7,
@@ -156,7 +156,8 @@ def test_each_slice_is_written_by_itself_and_a_capped_job_holds_up_no_other(
     """A job whose pace is capped has threads of its own beside those of its storage."""
     host, order = Host(), structs.replace(SLICES, durable=place)
     host.obey(order)
-    pieces = [persist.Slice(order, SHARD, DIGEST, number, host.state.stops["job", STEP.id]) for number in (0, 1)]
+    stop = host.state.stops["job", STEP.id]
+    pieces = [persist.Slice(order, order.parts[0], number, stop, []) for number in (0, 1)]
     assert host.started == [(Lane("write", key), persist.write, (host.state, piece)) for piece in pieces]
 
 
@@ -235,6 +236,7 @@ DURABLE_MARKER = WriteMarker(
     durable=PLACE,
     step=STEP,
     specs={0: WireSpec.of(DURABLE_SPEC)},
+    uses={},
     key="k",
     lineage=Lineage(attempt=1, parent_attempt=None, parent_step=None),
 )
@@ -262,7 +264,7 @@ class DurableHost(ScriptedIo):
     def manifest(self, stored: StoredReplica) -> bytes:
         return b"manifest"
 
-    async def slice_turn(self, job: str, stored: StoredReplica, number: int, bytes_per_s: int | None) -> float:
+    async def slice_turn(self, job: str, nbytes: int, bytes_per_s: int | None) -> float:
         return self.turn_s
 
     async def copy_slice(self, stored: StoredReplica, number: int) -> tuple[list[bytes], int | None]:
