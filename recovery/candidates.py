@@ -1,6 +1,6 @@
 """Is this step whole across all tiers, and under which digests? Judges one step at a time (R18, R24).
 
-Pure. Imports `inventory` only. Read `balance.py`, then `transfers.py`.
+Pure. Imports `inventory` and `parity`. Read `balance.py`, then `transfers.py`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from recovery.inventory import CommitFact, Copy, DurableMarker, Inventory, ShardSpec, StepId
+from recovery.parity import decoded
 
 RANKS_LISTED_MAX = 10  # a reason is read by a person; the count beside the list has the rest
 
@@ -19,6 +20,7 @@ class Evidence:
 
     step: StepId
     copies: list[Copy] = field(default_factory=list)
+    parity: list[Copy] = field(default_factory=list)  # of ranks' hosts, of other ranks' shards
     commits: list[CommitFact] = field(default_factory=list)
     markers: list[DurableMarker] = field(default_factory=list)
 
@@ -30,7 +32,7 @@ class Whole:
     step: StepId
     world_size: int
     specs: dict[int, ShardSpec]  # rank -> shard, in rank order
-    copies: dict[int, list[Copy]]  # rank -> the copies of exactly that shard
+    copies: dict[int, list[Copy]]  # rank -> the copies of exactly that shard; decoded ones where the others lack some
     durable: frozenset[int]  # ranks whose shard the marker lists
     is_committed: bool
 
@@ -57,7 +59,11 @@ def evidence_by_step(inventory: Inventory) -> dict[StepId, Evidence]:
                 grouped[key].append(copy)
             else:
                 grouped[key] = [copy]
-    table = {step: Evidence(step, copies) for key, copies in grouped.items() for step in [StepId(*key)]}
+    table: dict[StepId, Evidence] = {}
+    for key, copies in grouped.items():
+        parity = [copy for copy in copies if copy.shard.is_parity]
+        plain = [copy for copy in copies if not copy.shard.is_parity] if parity else copies
+        table[StepId(*key)] = Evidence(StepId(*key), plain, parity)
     for commit in inventory.commits:
         table.setdefault(commit.step, Evidence(commit.step)).commits.append(commit)
     for marker in inventory.markers:
@@ -89,7 +95,8 @@ def judge(evidence: Evidence) -> Whole | Rejected:
             if other.world_size != first.world_size or other.digests != first.digests:
                 return Rejected(evidence.step, "ambiguous: two commit facts name different shards for this step")
         return _judge_at(evidence, first.world_size)
-    sizes = {marker.world_size for marker in markers} or {copy.spec.world_size for copy in evidence.copies}
+    held = (*evidence.copies, *evidence.parity)  # all copies may be lost, and parity alone be left
+    sizes = {marker.world_size for marker in markers} or {copy.spec.world_size for copy in held}
     verdicts = [_judge_at(evidence, size) for size in sorted(sizes)]
     wholes = [verdict for verdict in verdicts if isinstance(verdict, Whole)]
     if len(wholes) == 1:
@@ -113,6 +120,7 @@ def _judge_at(evidence: Evidence, world_size: int) -> Whole | Rejected:
             else:
                 by_rank[rank] = [copy]
     specs: dict[int, ShardSpec] = {}
+    held: dict[int, list[Copy]] = {}
     durable: set[int] = set()
     lacking: list[int] = []
     for rank in range(world_size):
@@ -125,21 +133,24 @@ def _judge_at(evidence: Evidence, world_size: int) -> Whole | Rejected:
             truths = {spec.digest for spec in stored}
         if has_truth:
             copies = [copy for copy in copies if copy.spec.digest in truths]
+        if evidence.parity and not _whole_specs(copies, set()):
+            found = (decoded(each, rank, by_rank) for each in evidence.parity)
+            copies = [*copies, *(copy for copy in found if copy and (not has_truth or copy.spec.digest in truths))]
         options = _whole_specs(copies, stored)
         if len(options) > 1:
             return _ambiguous(evidence.step, rank, options)
         if not options:
-            by_rank[rank] = copies
+            held[rank] = copies
             lacking.append(rank)
             continue
         spec = options[0]
         specs[rank] = spec
-        by_rank[rank] = [copy for copy in copies if copy.spec == spec]
+        held[rank] = [copy for copy in copies if copy.spec == spec]
         if spec in stored:
             durable.add(rank)
     if lacking:
-        return _incomplete(evidence, world_size, lacking, by_rank)
-    return Whole(evidence.step, world_size, specs, by_rank, frozenset(durable), has_truth)
+        return _incomplete(evidence, world_size, lacking, held)
+    return Whole(evidence.step, world_size, specs, held, frozenset(durable), has_truth)
 
 
 def _whole_specs(copies: Sequence[Copy], stored: set[ShardSpec]) -> list[ShardSpec]:

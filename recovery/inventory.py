@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, order=True)
 class ShardId:
-    """The bytes one rank gets back for one step."""
+    """The bytes one rank gets back for one step; or the parity that the rank's host keeps for other ranks' (R37)."""
 
     job: str
     attempt: int
     step: int
     rank: int
+    is_parity: bool = False
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -25,6 +26,15 @@ class StepId:
 
     attempt: int
     step: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Summand:
+    """A shard that is added into another rank's parity."""
+
+    rank: int
+    digest: str
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +46,7 @@ class ShardSpec:
     chunk_bytes: int  # every chunk has this size but the last
     chunks_count: int
     world_size: int
+    summands: tuple[Summand, ...] = ()  # of parity: the shards in it, by rank
 
     def chunk_nbytes(self, index: int) -> int:
         """Return the size of chunk `index` in bytes."""
@@ -50,6 +61,7 @@ class Copy:
     spec: ShardSpec
     host: str
     missing: frozenset[int] = frozenset()
+    is_decoded: bool = False  # the host has parity of the shard, and decodes the chunks when they are asked for
 
 
 @dataclass(frozen=True, slots=True)

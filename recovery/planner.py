@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from recovery.candidates import Evidence, Rejected, Whole, evidence_by_step, judge, name_some
 from recovery.inventory import Inventory, ShardSpec, StepId
 from recovery.lineage import Span, in_lineage
-from recovery.transfers import DURABLE, LOCAL, PEER, Tier, Transfer, transfers_for
+from recovery.transfers import DURABLE, LOCAL, PARITY, PEER, Tier, Transfer, transfers_for
 
 NONE, WAIT, MIXED = "none", "wait", "mixed"
 
@@ -148,7 +148,7 @@ def _chosen(
     transfers: tuple[Transfer, ...] = ()
     moved: tuple[int, ...] = ()
     moved_bytes = 0
-    nbytes = {LOCAL: 0, PEER: 0, DURABLE: 0}
+    nbytes = {LOCAL: 0, PEER: 0, PARITY: 0, DURABLE: 0}
     if whole.world_size == world_size:
         transfers, moved = transfers_for(whole, rank_hosts)
         for transfer in transfers:
@@ -157,6 +157,7 @@ def _chosen(
         moved_bytes = sum(t.nbytes for t in transfers if t.tier != LOCAL and t.rank in movers)
         tiers = {transfer.tier for transfer in transfers}
         note = f"{nbytes[LOCAL]} bytes local, {nbytes[PEER]} from peers, {nbytes[DURABLE]} durable"
+        note += f", {nbytes[PARITY]} decoded by peers" if nbytes[PARITY] else ""
     else:
         # A shard of another world size fits no rank; the verdict says where the bytes are, for a reader to use.
         elsewhere = dict.fromkeys(range(whole.world_size), "")
@@ -181,7 +182,7 @@ def _chosen(
         gone=gone,
         ranks_moved=moved,
         bytes_local=nbytes[LOCAL],
-        bytes_peer=nbytes[PEER],
+        bytes_peer=nbytes[PEER] + nbytes[PARITY],
         bytes_durable=nbytes[DURABLE],
         moved_bytes=moved_bytes,
     )
@@ -190,7 +191,7 @@ def _chosen(
 def _verdict(tiers: set[Tier]) -> str:
     if DURABLE in tiers:
         return MIXED if len(tiers) > 1 else DURABLE
-    return PEER if PEER in tiers else LOCAL
+    return PEER if tiers & {PEER, PARITY} else LOCAL
 
 
 def _name(step: StepId) -> str:

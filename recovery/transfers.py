@@ -15,15 +15,16 @@ from recovery.balance import share
 from recovery.candidates import Whole
 from recovery.inventory import Copy, ShardSpec
 
-Tier = Literal["local", "peer", "durable"]
+Tier = Literal["local", "peer", "parity", "durable"]
 LOCAL: Tier = "local"
 PEER: Tier = "peer"
+PARITY: Tier = "parity"  # the source has parity of the shard, and decodes the chunks
 DURABLE: Tier = "durable"
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One contiguous run of chunks of one rank's shard, and where it comes from.
+    """Chunks of one rank's shard, each so many behind the one before, and where they come from.
 
     Local runs are listed too, so that the staging host verifies them (R23). A shard without chunks is listed once with
     `chunks_count` 0: its manifest still has to come from somewhere.
@@ -36,6 +37,7 @@ class Transfer:
     first_chunk: int
     chunks_count: int
     nbytes: int
+    stride: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,8 @@ class _Run:
 def transfers_for(whole: Whole, rank_hosts: Mapping[int, str]) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
     """Return the transfers that stage `whole` on its ranks' hosts, by rank and chunk, and the ranks that moved.
 
-    Each chunk comes from the rank's own host if it is there, else from a peer, else from durable storage (R24). Of
+    Each chunk comes from the rank's own host if it is there, else from a peer, else decoded, else from durable storage
+    (R24). Of
     all ways to choose the peers, the one taken has the least maximum of chunks sent by one host (`balance.share`),
     every chunk counting as one. A rank has moved if its host lacks a complete copy and another host has one (R27).
 
@@ -61,8 +64,11 @@ def transfers_for(whole: Whole, rank_hosts: Mapping[int, str]) -> tuple[tuple[Tr
     for rank, spec in whole.specs.items():
         target = rank_hosts[rank]
         copies = whole.copies[rank]
-        if any(copy.host == target and not copy.missing for copy in copies):
+        if any(copy.host == target and not copy.missing and not copy.is_decoded for copy in copies):
             ready.append(Transfer(rank, target, target, LOCAL, 0, spec.chunks_count, spec.nbytes))
+            continue
+        if any(copy.is_decoded for copy in copies):
+            ready.extend(_with_decoded(rank, target, spec, copies))
             continue
         if any(not copy.missing for copy in copies):
             moved.append(rank)
@@ -100,6 +106,41 @@ def _segments(spec: ShardSpec, copies: Sequence[Copy]) -> Iterator[tuple[int, in
     for holders, alike in groupby(pieces, key=itemgetter(2)):
         run = list(alike)
         yield run[0][0], run[-1][1] - run[0][0], holders
+
+
+def _with_decoded(rank: int, target: str, spec: ShardSpec, copies: Sequence[Copy]) -> Iterator[Transfer]:
+    """Yield the transfers of a shard of which chunks are decoded: the target's own and peers' copies come first."""
+    ordered = sorted(copies, key=lambda copy: (copy.is_decoded, copy.host != target, copy.host))
+    by_source: dict[tuple[str | None, Tier], list[int]] = {} if spec.chunks_count else {(ordered[0].host, PARITY): []}
+    for chunk in range(spec.chunks_count):
+        found = next((copy for copy in ordered if chunk not in copy.missing), None)
+        if found is None:
+            source: tuple[str | None, Tier] = None, DURABLE
+        elif found.is_decoded:
+            source = found.host, PARITY
+        else:
+            source = found.host, LOCAL if found.host == target else PEER
+        by_source.setdefault(source, []).append(chunk)
+    for (host, tier), chunks in by_source.items():
+        for first, count, stride in _progressions(chunks) if chunks else [(0, 0, 1)]:
+            nbytes = sum(map(spec.chunk_nbytes, range(first, first + count * stride, stride)))
+            yield Transfer(rank, target, host, tier, first, count, nbytes, stride)
+
+
+def _progressions(chunks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield (first, count, stride) of runs of ascending numbers at equal distances.
+
+    >>> list(_progressions([1, 4, 7, 8, 9]))
+    [(1, 3, 3), (8, 2, 1)]
+    """
+    at = 0
+    while at < len(chunks):
+        end = at + 1
+        stride = chunks[end] - chunks[at] if end < len(chunks) else 1
+        while end < len(chunks) and chunks[end] - chunks[end - 1] == stride:
+            end += 1
+        yield chunks[at], end - at, stride
+        at = end
 
 
 def _from_peers(waiting: Mapping[tuple[str, ...], Sequence[_Run]], specs: Mapping[int, ShardSpec]) -> list[Transfer]:
@@ -142,7 +183,8 @@ def _merged(transfers: Iterable[Transfer]) -> Iterator[Transfer]:
     """Yield the transfers, in order, with neighbours from one source joined into one run."""
     last: Transfer | None = None
     for item in transfers:
-        if last is not None and (last.rank, last.source) == (item.rank, item.source):
+        is_run = last is not None and last.stride == item.stride == 1 and PARITY not in (last.tier, item.tier)
+        if last is not None and is_run and (last.rank, last.source) == (item.rank, item.source):
             # One rank's runs tile its shard without a gap, so the two are neighbours.
             count, nbytes = last.chunks_count + item.chunks_count, last.nbytes + item.nbytes
             last = replace(last, chunks_count=count, nbytes=nbytes)

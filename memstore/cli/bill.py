@@ -15,8 +15,7 @@ from memstore.core.wire.status_rows import HostRow
 from placement.bill import LOST, BillRow, Scheme, bill
 from placement.topology import Host, Topology
 
-#: What is said of parity; goes once a job can ask for it.
-NOT_BUILT = "Parity is computed here; it cannot be configured yet."
+HOW = "k+1 is Config(parity=k); k+2 is computed here, it cannot be configured yet."
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,7 @@ class Terms:
     """What of a job's settings costs memory, and where its copies go."""
 
     replicas: int = Config.replicas
+    parity: int = Config.parity
     keep_steps: int = Config.keep_steps
     in_flight: int = Config.in_flight
     durable: str | None = None
@@ -39,18 +39,18 @@ class Terms:
     @property
     def scheme(self) -> Scheme:
         """Return what is configured."""
-        return Scheme(1, self.replicas - 1)
+        return Scheme(self.parity or 1, self.replicas - 1)
 
     @property
     def versions(self) -> int:
-        """Return how many versions of a step each host has room for: kept, in flight, and one that is written."""
+        """Return how many versions of a step each host has room for: those kept, in flight, and one that is written."""
         return self.keep_steps + self.in_flight + (self.durable is not None)
 
     @property
     def text(self) -> str:
         """Return them as one would write them."""
-        ahead = f", in_flight={self.in_flight}" if self.in_flight > 1 else ""
-        return f"keep_steps={self.keep_steps}{ahead}" + (", durable" if self.durable is not None else "")
+        words = [f"keep_steps={self.keep_steps}", *([f"in_flight={self.in_flight}"] if self.in_flight > 1 else [])]
+        return ", ".join([*words, *(["durable"] if self.durable is not None else [])])
 
 
 def limit_lines(hosts: Iterable[HostRow], terms: Terms) -> list[str]:
@@ -65,7 +65,7 @@ def limit_lines(hosts: Iterable[HostRow], terms: Terms) -> list[str]:
     lines = []
     for (limit, fits, why, warning), names in kinds.items():
         who = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        words = f"replicas={terms.replicas}, {terms.text}"
+        words = f"replicas={terms.replicas}, {terms.text}" + (f", parity={terms.parity}" if terms.parity else "")
         lines.append(f"{who}: up to {limit} ({why}); fits a state of {fits} per host with {words}")
         lines += [f"warning: {who}: {warning}"] if warning else []
     return lines
@@ -93,7 +93,7 @@ def show_bill(console: Console, rows: Iterable[BillRow], terms: Terms) -> None:
     )
     console.print(
         "Parity k+p keeps the promise of 1+p copies, any p losses, in less memory, and has worse odds beyond it: "
-        f"any p+1 hosts of a group are fatal. {NOT_BUILT}"
+        f"any p+1 hosts of a group are fatal. {HOW}"
     )
 
 

@@ -47,7 +47,8 @@ def job_line(job: JobRow) -> str:
     if job.attempts:
         parts += [f"attempt {job.attempts[0].attempt}", plural(job.attempts[0].world_size, "rank")]
     if job.newest is not None:
-        parts += [plural(job.newest.replicas, "copy"), f"keep_steps {job.newest.keep_steps}"]
+        kept = f"parity {job.newest.parity}" if job.newest.parity else plural(job.newest.replicas, "copy")
+        parts += [kept, f"keep_steps {job.newest.keep_steps}"]
         parts += [f"in_flight {job.newest.in_flight}"] if job.newest.in_flight > 1 else []
     if job.origin is not None:
         parts.append(f"began with {origin_text(job.origin)}")

@@ -9,7 +9,7 @@ an arena: hosts claim and refuse, with their numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -32,6 +32,7 @@ from memstore.core.wire.replies import Noted
 from memstore.core.wire.reports import Freed, Reserved
 from recovery.inventory import ShardId, StepId
 from recovery.lineage import in_lineage
+from recovery.parity import rows_count
 
 # -- compaction ---------------------------------------------------------------------------------------
 # Which facts of the past nothing needs any more, so that journals stay short. Pure (R16).
@@ -123,8 +124,7 @@ class Drops:
     def _uncount(self, shard: ShardId, host: str) -> None:
         """Take a copy off its job, if it was counted in an inventory while an older order was still to be obeyed."""
         job = self.state.jobs.get(shard.job)
-        step = StepId(shard.attempt, shard.step)
-        if job is not None and host in job.copies.get(step, {}).get(shard.rank, {}):
+        if job is not None and job.has_copy(shard, host):
             job.drop_copy(shard, host)
 
     def is_ordered(self, host: str, shard: ShardId) -> bool:
@@ -155,7 +155,7 @@ class Retention:
             return
         has_commit = any(s.attempt == attempt.attempt_number for s in job.commits)
         kept, busy = kept_steps(job, attempt), self.state.holds.steps(job)
-        for step in list(job.copies):
+        for step in dict.fromkeys([*job.copies, *job.parity]):
             if step in kept or step in busy:
                 continue
             is_open = step.attempt == attempt.attempt_number and attempt.steps.get(step.step) in ("open", "committing")
@@ -188,11 +188,10 @@ class Retention:
         kept = kept_steps(job, attempt)
         # Kept steps and further ones share all versions but the one that the put needs.
         spare = versions_count(job, attempt) - 1 - len(kept & job.copies.keys())
-        for step in sorted(
-            (s for s in job.copies if s.attempt < attempt.attempt_number and s not in busy), reverse=True
-        ):
+        known = {*job.copies, *job.parity}
+        for step in sorted((s for s in known if s.attempt < attempt.attempt_number and s not in busy), reverse=True):
             commit = job.commits.get(step)
-            is_whole = commit is not None and len(job.copies[step]) == commit.world_size
+            is_whole = commit is not None and len(job.copies.get(step, ())) == commit.world_size
             is_beyond = not in_lineage(spans, step)
             is_old = not is_beyond and step not in kept  # a restore adopted a newer one by a fact
             if commit is None or is_old or (is_beyond and (not is_whole or spare <= 0)):
@@ -204,11 +203,7 @@ class Retention:
 
     def _drop_step(self, job: Job, step: StepId) -> None:
         """Free every copy of a step in RAM."""
-        by_host: dict[str, list[ShardId]] = {}
-        for rank, hosts in job.copies[step].items():
-            for host in hosts:
-                by_host.setdefault(host, []).append(ShardId(job.name, step.attempt, step.step, rank))
-        for host, shards in sorted(by_host.items()):
+        for host, shards in sorted(job.shards_on(step).items()):
             self.drops.order(host, shards)
         job.drop_step(step)
 
@@ -353,6 +348,7 @@ class Reservations:
         self.take_back_leases()
         if not attempt.has_put:
             self.retention.free_unrestorable(job)
+            attempt.parity_sets = attempt.parity_sets or self.view.parity_sets(job, attempt, active.ordered)
         active.waits, active.number = self.order(job, attempt), self.orders_count
         self._finish(job, active)
 
@@ -428,6 +424,8 @@ class Reservations:
                 local.setdefault(attempt.members[rank].host_id, {})[rank] = slots
             for target in lookup.peer_hosts(rank):
                 peer_slots[target] = peer_slots.get(target, 0) + slots
+        for host, slots in self._parity_slots(job, attempt, keep, beside).items():
+            peer_slots[host] = peer_slots.get(host, 0) + slots
         for host, slots in self._pinned_elsewhere(job, attempt, lookup).items():
             if (job.name, host) not in self.tight:
                 peer_slots[host] = peer_slots.get(host, 0) + slots
@@ -517,6 +515,25 @@ class Reservations:
                     expected.add(attempt.members[rank].host_id)
                 for host in copies.keys() - expected:
                     total[host] = total.get(host, 0) + copies[host].spec.chunks_count
+        return total
+
+    def _parity_slots(self, job: Job, attempt: Attempt, versions: int, beside: Mapping[int, int]) -> dict[str, int]:
+        """Return the slots by host for rows of parity, and for what kept steps of older attempts take beyond those."""
+        total: dict[str, int] = {}
+        for rank, ranks in attempt.parity_sets.items():
+            others, host = [other for other in ranks if other != rank], attempt.members[rank].host_id
+            rows = versions * max(rows_count(ranks, self.need(job, attempt, other)) for other in others)
+            rows += max(rows_count(ranks, beside.get(other, 0)) for other in others)
+            total[host] = total.get(host, 0) + rows
+        older = [step for step in kept_steps(job, attempt) if step.attempt != attempt.attempt_number]
+        for step in older if attempt.parity_sets or job.parity else ():
+            taken: dict[str, int] = {}
+            for host, shards in job.shards_on(step).items():
+                local = {rank for rank, member in attempt.members.items() if member.host_id == host}
+                specs = [job.spec(shard) for shard in shards if shard.is_parity or shard.rank not in local]
+                taken[host] = sum(spec.chunks_count for spec in specs if spec is not None)
+            for host, slots in taken.items():
+                total[host] = total.get(host, 0) + max(0, slots - total.get(host, 0) // versions)
         return total
 
     def _outgrown_slots(self, job: Job, attempt: Attempt) -> dict[int, int]:
@@ -654,8 +671,9 @@ class Reservations:
         attempt = job.attempts[active.attempt]
         if not active.refusals:
             active.is_claimed = True
-            fact = SlotsReserved(job.name, attempt.attempt_number, tuple(active.ordered), attempt.in_flight)
-            self.journal.record(fact)
+            sets = tuple(sorted({*attempt.parity_sets.values()}))
+            number, needs = attempt.attempt_number, tuple(active.ordered)
+            self.journal.record(SlotsReserved(job.name, number, needs, attempt.in_flight, sets))
             return
         del self.active[job.name]
         host, why = min(active.refusals.items(), key=lambda refusal: (refusal[0] in active.faults, refusal))
@@ -678,6 +696,9 @@ class Reservations:
         attempt.has_freed_unrestorable = True
         attempt.in_flight = min(attempt.in_flight, fact.in_flight)
         attempt.needs = {**dict(enumerate(fact.needs)), **({} if is_replay else attempt.needs)}
+        attempt.parity_sets = {rank: ranks for ranks in fact.parity_sets for rank in ranks}
+        if attempt.parity_sets and not is_replay:
+            self.view.send_targets(job, is_news_only=True)  # before any rank may put
         active = self.active.get(fact.job)
         if not is_replay and active is not None and active.attempt == fact.attempt and active.is_claimed:
             del self.active[fact.job]

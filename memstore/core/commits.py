@@ -71,7 +71,11 @@ class CommitRule:
     ) -> None:
         """Prepare to look at a step; `attempt` is the newest: its members decide where the copies go (R22)."""
         self.view, self.job, self.attempt, self.step = view, job, attempt, step
-        self.copies = job.copies.get(step, {})
+        self.copies, self.parity, self.parity_sets = (
+            job.copies.get(step, {}),
+            job.parity.get(step, {}),
+            job.parity_sets(step),
+        )
         self.commit = job.commits.get(step)  # if it is committed already: its digests are the truth (R14)
         self.domains = state.hosts.live_domains(level)
         self.replicas, self.min_copies = attempt.replicas, int(attempt.config["min_copies"])
@@ -93,7 +97,9 @@ class CommitRule:
         digest = copies[hosts[0]].spec.digest
         if any(copies[h].spec.digest != digest for h in hosts):
             return None
-        wanted = self.view.wanted(job, self.attempt, rank)
+        if rank in self.parity_sets:
+            return self._held_with_parity(rank, digest, hosts)
+        wanted = self.view.wanted(job, self.attempt, rank, self.step)
         refused: dict[str, str] = {}
         if job.refusals:
             shard = ShardId(job.name, self.step.attempt, self.step.step, rank)
@@ -108,6 +114,34 @@ class CommitRule:
         if len(have) < self.replicas:
             reasons.insert(0, f"rank {rank} has {len(have)} of {self.replicas} copies")
         return Held(digest, tuple(sorted(hosts)), tuple(reasons))
+
+    def _held_with_parity(self, rank: int, digest: str, hosts: list[str]) -> Held | None:
+        """Return a shard whose own copy is there, if every other rank of its set has it in its parity."""
+        found, reasons = list(hosts), list[str]()
+        for other in self.parity_sets[rank]:
+            if other == rank:
+                continue
+            keeping = [
+                host for host, copy in self.parity.get(other, {}).items() if self._keeps(host, copy, rank, digest)
+            ]
+            host = self.attempt.members[other].host_id if other in self.attempt.members else ""
+            parity = ShardId(self.job.name, self.step.attempt, self.step.step, other, is_parity=True)
+            why = self.job.refusals.get((parity, host))
+            if not keeping and why is None and host not in self.full:
+                return None
+            found += keeping
+            reasons += [] if keeping else [f"{host}: {why or 'no room for parity'}"]
+        if reasons:
+            reasons.insert(0, f"rank {rank} has 1 of {self.replicas} copies")
+        elif len({self.domains[host] for host in (hosts[0], *found[len(hosts) :])}) < len(self.parity_sets[rank]):
+            reasons.append(f"parity of rank {rank} shares a failure domain with it")
+        if reasons and self.min_copies > len(hosts):
+            return None
+        return Held(digest, tuple(sorted({*found})), tuple(reasons))
+
+    def _keeps(self, host: str, parity: Copy, rank: int, digest: str) -> bool:
+        is_in = any((each.rank, each.digest) == (rank, digest) for each in parity.spec.summands)
+        return host in self.domains and not parity.missing and is_in
 
 
 class StepCommits:
@@ -188,7 +222,7 @@ class StepCommits:
         job.refusals.pop((shard, copy.host), None)
         if attempt is job.newest:
             attempt.has_put = True
-            member = attempt.members.get(shard.rank)
+            member = attempt.members.get(shard.rank) if not shard.is_parity else None
             if member is not None:
                 member.step = max(member.step, shard.step)
                 if member.is_alive:  # a copy that a host lists again says nothing of a process that is missed
@@ -205,7 +239,8 @@ class StepCommits:
                 self._give_up_if_passed(job, attempt, shard.step)
         step = StepId(shard.attempt, shard.step)
         # Otherwise the rank that was short at the last look is still short: nothing to evaluate.
-        if job.short.get(step, shard.rank) == shard.rank:
+        short, added = job.short.get(step), [each.rank for each in copy.spec.summands]
+        if short is None or short in (added or (shard.rank,)):
             self.evaluate(job, step)
 
     def _give_up_passed(self, job: Job, attempt: Attempt, shard: ShardId) -> None:

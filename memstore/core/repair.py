@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -28,8 +28,10 @@ from memstore.core.commits import StepCommits
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import PushCopy
+from memstore.core.wire.peer_messages import ParityOf
 from memstore.core.wire.reports import PushFailed
 from recovery.inventory import Copy, ShardId, StepId
+from recovery.parity import ParitySet
 
 # -- pushes -------------------------------------------------------------------------------------------
 # Copies that repair has under way, and those that it leaves alone for a moment. Plain data (R29).
@@ -192,6 +194,94 @@ class Substitutes:
         return found
 
 
+# -- parity -------------------------------------------------------------------------------------------
+# Parity that was lost is added up again from the shards in it; a lost shard is decoded from the parity (R37).
+
+
+OPEN_PARITY_S = 5.0  # from a put until its host is told to add it into parity that an open step still lacks
+ADDING_DEADLINE_S = 10.0  # until a shard is ordered to be added again: no report says that parity was given up
+Decode = Callable[[str, Job, Attempt, ShardId], None]  # orders a host to decode a shard and to store it
+DECODE_DEADLINE_S = 60.0  # until a shard that was to be decoded, and is not there, is ordered again
+
+
+class ParityRepair:
+    """Orders what parity sets lack."""
+
+    def __init__(
+        self, state: ClusterState, out: Effects, view: ClusterView, pushes: RepairPushes, decode: Decode
+    ) -> None:
+        self.state, self.out, self.view, self.pushes, self._decode = state, out, view, pushes, decode
+        self.decoding: dict[tuple[ShardId, str], float] = {}  # (shard, host) -> when it may be ordered again
+
+    def is_kept(self, now: float, job: Job, attempt: Attempt, step: StepId, rank: int, ranks: ParitySet) -> bool:
+        """Return whether a live host keeps a rank's parity; else have the host of its shard add it up again."""
+        hosts, commit, shards = self.state.hosts, job.commits.get(step), job.copies.get(step, {})
+        for host, copy in job.parity.get(step, {}).get(rank, {}).items():
+            is_meant = commit is None or all(each.digest == commit.digests[each.rank] for each in copy.spec.summands)
+            if hosts.is_live(host) and is_meant and not copy.missing:
+                return True
+        parity = ShardId(job.name, step.attempt, step.step, rank, is_parity=True)
+        target = self.view.owner_host(job, attempt, rank)
+        if not hosts.is_answering(target) or (parity, target) in self.pushes.refused_s:
+            return False
+        for other in ranks:
+            sources = [h for h, c in shards.get(other, {}).items() if hosts.is_answering(h) and not c.missing]
+            sources = [h for h in sources if commit is None or shards[other][h].spec.digest == commit.digests[other]]
+            put_s = attempt.members[other].put_s if other in attempt.members else None
+            is_early = commit is None and put_s is not None and now - put_s < OPEN_PARITY_S
+            if other != rank and not is_early:
+                self._add(now, job, step, other, sources, target, ParityOf(rank, ranks))
+        return False
+
+    def is_spare(
+        self, job: Job, attempt: Attempt, step: StepId, rank: int, ranks: ParitySet, wanted: list[str]
+    ) -> bool:
+        """Return whether a shard comes back without its surplus copies if the domain of those wanted is lost.
+
+        After ranks have moved one host may have two shards of a set, or a shard and parity that it is in: then not.
+        """
+        domains = self.state.hosts.live_domains(attempt.level_asked)
+        near = {domains.get(host) for host in wanted}
+
+        def is_far(held: Mapping[str, Copy]) -> bool:
+            return any(h in domains and domains[h] not in near and not copy.missing for h, copy in held.items())
+
+        copies, parity = job.copies.get(step, {}), job.parity.get(step, {})
+        others = [other for other in ranks if other != rank]
+        return all(is_far(copies.get(other, {})) and is_far(parity.get(other, {})) for other in others)
+
+    def _add(
+        self, now: float, job: Job, step: StepId, rank: int, sources: list[str], target: str, parity: ParityOf
+    ) -> None:
+        shard, free = ShardId(job.name, step.attempt, step.step, rank), list(filter(self.pushes.is_free, sources))
+        if not free or (shard, target) in self.pushes.under_way:
+            return
+        source = min(free, key=lambda h: (self.pushes.load[h], h))
+        self.pushes.load[source] += 1
+        self.pushes.under_way[shard, target] = (source, now + ADDING_DEADLINE_S)
+        digest = job.copies[step][rank][source].spec.digest
+        self.out.send(source, PushCopy(shard=WireShard.of(shard), digest=digest, target=target, parity=parity))
+
+    def decode(self, now: float, job: Job, attempt: Attempt, shard: ShardId, ranks: ParitySet) -> None:
+        """Have a lost shard of a committed step decoded on its rank's host, or if that is dead on another one."""
+        step, hosts = StepId(shard.attempt, shard.step), self.state.hosts
+        if any(of == shard and until_s > now for (of, _), until_s in self.decoding.items()):
+            return
+        target = self.view.owner_host(job, attempt, shard.rank)
+        if not hosts.is_answering(target):
+            placement, near = (
+                self.view.placement(job),
+                {attempt.members[r].host_id for r in ranks if r in attempt.members},
+            )
+            others = [h for h in (placement.targets if placement is not None else ()) if hosts.is_answering(h)]
+            if not others:
+                return
+            target = min(others, key=lambda h: (h in near, len(job.on_host.get(h, {}).get(step, ())), h))
+        self.decoding = {key: until_s for key, until_s in self.decoding.items() if until_s > now}
+        self.decoding[shard, target] = now + DECODE_DEADLINE_S
+        self._decode(target, job, attempt, shard)
+
+
 # -- repair -------------------------------------------------------------------------------------------
 
 
@@ -213,11 +303,19 @@ class Repair:
     """Compares desired with actual copies and orders the difference."""
 
     def __init__(
-        self, state: ClusterState, out: Effects, view: ClusterView, drops: Drops, room: Reservations, steps: StepCommits
+        self,
+        state: ClusterState,
+        out: Effects,
+        view: ClusterView,
+        drops: Drops,
+        room: Reservations,
+        steps: StepCommits,
+        decode: Decode,
     ) -> None:
         self.state, self.out = state, out
         self.view, self.drops, self.room, self.steps = view, drops, room, steps
         self.pushes = RepairPushes()
+        self.parity = ParityRepair(state, out, view, self.pushes, decode)
         self.scans: dict[tuple[str, StepId], RepairScan] = {}
         self._awaiting: set[str] = set()  # hosts that still lack a copy of some kept step, in one look at a job
         self._is_over = False  # in that look: no rank finishes the open steps
@@ -243,7 +341,7 @@ class Repair:
         deadline.
         """
         job = self.state.jobs.get(shard.job)
-        return job is not None and host in job.copies.get(StepId(shard.attempt, shard.step), {}).get(shard.rank, {})
+        return job is not None and job.has_copy(shard, host)
 
     def consider(self, now: float, job: Job) -> None:
         """Order the missing copies of one job, newest step first."""
@@ -314,10 +412,13 @@ class Repair:
         commit, found = job.commits.get(step), job.copies[step]
         substitutes = Substitutes(self.state, self.view, self.room, self.pushes, job, attempt, step)
         scan = self.scans.setdefault((job.name, step), RepairScan(job.changes[step]))
-        ranks = sorted(found)
+        sets = job.parity_sets(step)
+        ranks = sorted({*found, *sets} if sets else found)
         begin = bisect_left(ranks, scan.next_rank)
         for rank in ranks[begin : begin + LOOKS_MAX]:
             is_settled = self._consider_shard(now, job, attempt, step, rank, commit, substitutes, may_drop=may_drop)
+            if rank in sets and not self.parity.is_kept(now, job, attempt, step, rank, sets[rank]):
+                is_settled = False
             scan.is_settled = scan.is_settled and is_settled
         if begin + LOOKS_MAX < len(ranks):
             scan.next_rank = ranks[begin + LOOKS_MAX]
@@ -346,19 +447,25 @@ class Repair:
             for h, c in copies.items()
             if hosts.is_live(h) and (not commit or c.spec.digest == commit.digests[rank])
         }
-        wanted = self.view.wanted(job, attempt, rank)
+        wanted, parity_set = self.view.wanted(job, attempt, rank, step), job.parity_sets(step).get(rank, ())
         own_host = attempt.members[rank].host_id if rank in attempt.members else ""
-        substitutes = scan.of(shard, wanted, good) if commit else []
+        substitutes = scan.of(shard, wanted, good) if commit and not parity_set else []
         lacking = [h for h in wanted if h not in good or good[h].missing]
         surplus = [h for h in copies if h not in wanted and h not in substitutes and h != own_host]
         if commit:
             self._awaiting.update(lacking)
+        is_lost = not good or bool(frozenset.intersection(*(copy.missing for copy in good.values())))
+        if commit and parity_set and is_lost:
+            self.parity.decode(now, job, attempt, shard, parity_set)
         for target in (*lacking, *(h for h in substitutes if h not in good)):
             is_free = commit or target not in self._awaiting or not self._is_over
             if is_free and self._push(now, shard, target, good, attempt):
                 scan.pushed(shard, target)
         is_over = may_drop and not lacking and bool(surplus)
-        if is_over and not self.state.is_read(shard) and self._is_safe(wanted, attempt):
+        is_safe = self._is_safe(wanted, 1 if parity_set else attempt.replicas) if is_over else False
+        if is_safe and parity_set:
+            is_safe = self.parity.is_spare(job, attempt, step, rank, parity_set, wanted)
+        if is_safe and not self.state.is_read(shard):
             for host in surplus:
                 self.drops.order(host, [shard])
                 job.drop_copy(shard, host)
@@ -367,13 +474,13 @@ class Repair:
         # Copies on substitutes must be dropped when the probation ends, so look at this step again.
         return not lacking and not surplus and not substitutes
 
-    def _is_safe(self, wanted: list[str], attempt: Attempt) -> bool:
+    def _is_safe(self, wanted: list[str], replicas: int) -> bool:
         """Return whether the hosts that placement names are enough: all answer, in as many domains as asked.
 
         While the cluster cannot hold that many apart, every copy more is worth its room.
         """
         hosts = self.state.hosts
-        return all(hosts.is_answering(h) for h in wanted) and len(hosts.domains(wanted)) >= attempt.replicas
+        return all(hosts.is_answering(h) for h in wanted) and len(hosts.domains(wanted)) >= replicas
 
     def _push(self, now: float, shard: ShardId, target: str, good: dict[str, Copy], attempt: Attempt) -> bool:
         """Order a push, if a source is free; True if that was done."""
@@ -403,13 +510,22 @@ class Repair:
 
     def pushed(self, shard: ShardId, target: str) -> None:
         """Note that the target sealed the shard."""
-        self.pushes.under_way.pop((shard, target), None)
+        self._end_push(shard, target)
+
+    def _end_push(self, shard: ShardId, target: str) -> None:
+        """Forget a push; those of all shards that were to be added into it, if it is parity."""
+        under_way = self.pushes.under_way
+        under_way.pop((shard, target), None)
+        if shard.is_parity:
+            step = (shard.job, shard.attempt, shard.step)
+            for key in [k for k in under_way if k[1] == target and (k[0].job, k[0].attempt, k[0].step) == step]:
+                del under_way[key]
 
     def push_failed(self, now: float, report: PushFailed) -> None:
         """Note a refused or broken push: count the step without it, try again later (R18)."""
         shard, target, why = report.shard.id, report.target, report.why
         job = self.state.jobs.get(shard.job)
-        self.pushes.under_way.pop((shard, target), None)
+        self._end_push(shard, target)
         if job is None:
             return
         self.pushes.refused_s[shard, target] = now

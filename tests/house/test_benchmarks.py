@@ -29,6 +29,7 @@ from benchmarks.report.harness import AT_MOST, Options, Ratio, Record, Took, int
 from benchmarks.rigs import gpt_tensors
 from benchmarks.rigs.stopwatch import descendants, timed
 from memstore.core.wire import codec
+from memstore.testing.clusters.namespaces import available
 from placement import place
 from recovery.lineage import Span
 from recovery.planner import what_if
@@ -153,6 +154,19 @@ def test_small_states_answer_their_four_promises() -> None:
     held = {getattr(ratio.target, "line", "") for record in records for ratio in record.ratios if ratio.target}
     assert held == {"many stall", "fsdp2 beyond", "kib commit", "kib commit 4"}
     assert len(bench_small.local_tensors(bench_small.small_tensors())) == 5000
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.skipif(available() is not None, reason="hosts are network namespaces")
+def test_parity_answers_its_promises_beside_two_copies() -> None:
+    """Memory of stores without a slot to spare; puts, gets and a lost host of two stores in one run."""
+    records = main([*SMALL, "--only", "parity"])
+    held = [getattr(ratio.target, "line", "") for record in records for ratio in record.ratios if ratio.target]
+    assert sorted(held) == sorted(
+        ["parity wire", *(line for line in targets.LINES if line == "copies memory" or line.startswith("parity "))]
+    )
+    assert all(value > 0 for record in records for values in record.seconds.values() for value in values)
 
 
 SCRIPT = """

@@ -223,6 +223,6 @@ class ScriptedIo:
 
     send_chunks = store_marker = remove_durable = sweep_durable = claim_room = verify_slots = release_sends = _nothing
     send_welcome = send_to_rank = grant = close_link = forget_process = forget_job = warn = unexpected = _nothing
-    receive_chunks = receive_durable = compare_sample = _none
+    receive_chunks = decode_chunks = receive_durable = compare_sample = _none
     call_peer = open_incoming = open_fresh = digest_and_store = _unscripted
     read_durable_manifest = read_manifest

@@ -9,9 +9,10 @@ A shard may miss chunks (a quarantined slot, R30); it then counts and serves onl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from memstore.core.arena.parity_rows import IncomingParity
 from memstore.core.arena.slot_table import Owner, PeerShare, SlotTable
 from recovery.inventory import Copy, ShardId, ShardSpec
 
@@ -70,6 +71,7 @@ class ReplicaIndex:
         self.table = table
         self.shards: dict[Key, StoredReplica] = {}
         self.incoming: dict[Key | tuple[ShardId, str, str], IncomingReplica] = {}
+        self.parity: dict[ShardId, IncomingParity] = {}  # that is being added up
         self.shares: dict[str, PeerShare] = {}
         self.prepared: dict[str, PeerShare] = {}  # what jobs that restored will claim if they put
         self.lessees: dict[Owner, tuple[str, int]] = {}  # who has leased slots -> job and rank
@@ -126,7 +128,18 @@ class ReplicaIndex:
         old = [k for k, d in half if d.shard.job == job and d.attempt < attempt]
         for key in old:
             self.abort_incoming(key[1], key[0])
+        for parity in [p for p in self.parity.values() if p.shard.job == job and p.attempt < attempt]:
+            self.abort_parity(parity)
         return [key[0] for key in old]
+
+    def abort_parity(self, parity: IncomingParity) -> None:
+        """Give up parity that is being added up; a slot that is being written is given back after that."""
+        if self.parity.get(parity.shard) is parity:
+            del self.parity[parity.shard]
+        parity.is_over = True
+        for number, row in parity.rows.items():
+            if number != parity.row_in_use:
+                self.table.release(row.slot)
 
     def finish(self, name: str, shard: ShardId, spec: ShardSpec) -> StoredReplica:
         """Store a complete replica whose manifest is saved: its references become the shard's."""
@@ -343,7 +356,7 @@ class ReplicaIndex:
         seen: set[int] = set()  # a slot that several replicas lie in fills one part
         for stored in self.shards.values():
             if stored.shard.job == job and not _is_foreign(stored, share):
-                part = by_rank.get(stored.shard.rank, peer_slots)
+                part = peer_slots if stored.shard.is_parity else by_rank.get(stored.shard.rank, peer_slots)
                 part.update(slot for slot in stored.slots if slot is not None and slot not in seen)
                 seen |= part
         unmet = sum(max(0, slots - len(by_rank[rank])) for rank, slots in share.ranks.items())
@@ -356,22 +369,21 @@ class ReplicaIndex:
 
     def used_by_rank(self, job: str, rank: int) -> int:
         """Return the slots that a local rank's stored and incoming shards count for."""
-        return self._count(job, [rank])
+        return self._count(job, lambda shard: shard.rank == rank and not shard.is_parity)
 
     def used_by_peers(self, job: str) -> int:
-        """Return the slots that other hosts' shards of the job count for."""
+        """Return the slots that other hosts' shards of the job, and their parity, count for."""
         share = self.shares.get(job)
         local = set(share.ranks) if share is not None else set()
-        held = (s.shard for s in self.shards.values() if s.shard.job == job)
-        drafted = (d.shard for d in self.incoming.values() if d.shard.job == job)
-        return self._count(job, {s.rank for s in (*held, *drafted)} - local)
+        added = (p.rows_count for p in self.parity.values() if p.shard.job == job and not p.stored_rows)
+        return sum(added) + self._count(job, lambda shard: shard.is_parity or shard.rank not in local)
 
-    def _count(self, job: str, ranks: Iterable[int]) -> int:
-        wanted, share = set(ranks), self.shares.get(job)
-        held = [s for s in self.shards.values() if s.shard.job == job and s.shard.rank in wanted]
+    def _count(self, job: str, is_meant: Callable[[ShardId], bool]) -> int:
+        share = self.shares.get(job)
+        held = [s for s in self.shards.values() if s.shard.job == job and is_meant(s.shard)]
         stored = sum(len(s.slots) for s in held if share is None or not _is_foreign(s, share))
         repaired = {s.shard for s in held if s.missing}  # what comes takes the places that are counted
-        incoming = (d for d in self.incoming.values() if d.shard.job == job and d.shard.rank in wanted)
+        incoming = (d for d in self.incoming.values() if d.shard.job == job and is_meant(d.shard))
         return stored + sum(self._slots_for(d) for d in incoming if d.part is not None or d.shard not in repaired)
 
     def _slots_for(self, replica: IncomingReplica) -> int:
@@ -414,12 +426,7 @@ class ReplicaIndex:
         if expected + chunks_count > self.table.claimed_count:
             return f"{expected} chunks of unfinished shards are expected, {chunks_count} more are more than slots"
         if share is None:
-            # Incoming replicas of jobs without a share hold no slots yet for chunks that have not arrived.
-            awaited = sum(len(d.missing) for d in self.incoming.values() if d.shard.job not in self.shares)
-            free = max(0, len(self.table.free) - self._promised() - awaited)
-            if chunks_count <= free:
-                return None
-            return f"no room is reserved for job {shard.job!r} here and {free} slots are free, {chunks_count} needed"
+            return self._unshared_refusal(shard.job, chunks_count)
         if shard.rank in share.ranks:
             return None  # its own rank's shard comes back: that is the in-flight share
         if known is not None and not _is_foreign(known, share):
@@ -428,6 +435,29 @@ class ReplicaIndex:
         if used + chunks_count <= share.peer_slots:
             return None
         return f"peer share full: {used} of {share.peer_slots} slots used, {chunks_count} needed"
+
+    def _unshared_refusal(self, job: str, slots_count: int) -> str | None:
+        """Say why what comes of a job that has reserved nothing here does not fit, or None."""
+        # What is under way of such jobs holds no slots yet for what has not arrived.
+        awaited = sum(len(d.missing) for d in self.incoming.values() if d.shard.job not in self.shares)
+        awaited += sum(p.rows_count - len(p.rows) for p in self.parity.values() if p.shard.job not in self.shares)
+        free = max(0, len(self.table.free) - self._promised() - awaited)
+        if slots_count <= free:
+            return None
+        return f"no room is reserved for job {job!r} here and {free} slots are free, {slots_count} needed"
+
+    def parity_refusal(self, parity: ShardId, rows_count: int) -> str | None:
+        """Say why parity with so many rows does not fit the peer share, or None; rows that it has already count."""
+        share, begun = self.shares.get(parity.job), self.parity.get(parity)
+        more_count = rows_count - (begun.rows_count if begun is not None else 0)
+        if more_count <= 0 or self.find(parity) is not None:
+            return None
+        if share is None:
+            return self._unshared_refusal(parity.job, more_count)
+        used = self.used_by_peers(parity.job)
+        if used + more_count <= share.peer_slots:
+            return None
+        return f"peer share full: {used} of {share.peer_slots} slots used, {more_count} needed for rows of parity"
 
     def _promised(self) -> int:
         """Free slots that shares still have a claim on."""

@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 from memstore.core.arena.adoption import adopt
 from memstore.core.arena.claimed_memory import ClaimedMemory, Limit
 from memstore.core.arena.memory_ports import Clock, ManifestFiles, SealFollower, SlotHeader, SlotMemory
+from memstore.core.arena.parity_rows import IncomingParity, ParityBefore, ParityRow, add_into
 from memstore.core.arena.replica_index import LOCAL_SENDER, IncomingReplica, ReplicaIndex, StoredReplica
 from memstore.core.arena.slot_table import Owner, PeerShare, SlotState, SlotTable
 from memstore.core.format.manifest import (
@@ -28,9 +29,11 @@ from memstore.core.format.manifest import (
     manifest_name,
     shard_digest,
     spec_of,
+    summand_manifest,
 )
 from memstore.errors import CapacityError, ConfigError, DigestMismatch, IntegrityError
 from recovery.inventory import ShardId
+from recovery.parity import ParitySet, row_of, set_of
 
 M_co = TypeVar("M_co", bound=SlotMemory, covariant=True)
 F_co = TypeVar("F_co", bound=ManifestFiles, covariant=True)
@@ -56,6 +59,7 @@ class ReplicaStore(Generic[M_co, F_co]):
         is_alive: Callable[[int, int], bool],
         lock: AbstractContextManager[Any],
         room_lock: AbstractContextManager[Any],
+        parity_lock: AbstractContextManager[Any],
     ) -> None:
         """Adopt what an earlier holder left (R6).
 
@@ -68,8 +72,9 @@ class ReplicaStore(Generic[M_co, F_co]):
             is_alive: Says of (pid, start time) whether that process lives: its leases outlive the holder (R8).
             lock: The lock of all that it has; a thread may take it again.
             room_lock: Held while the arena grows or shrinks.
+            parity_lock: Held while a chunk is added to a row of parity.
         """
-        self.lock = lock
+        self.lock, self.parity_lock = lock, parity_lock
         self.arena, self.manifests, self.clock = arena, manifests, clock
         self.chunk_bytes = chunk_bytes
         self.table = SlotTable(arena.slots_count)
@@ -314,6 +319,128 @@ class ReplicaStore(Generic[M_co, F_co]):
             self.flush()
         return stored
 
+    # -- parity (R37) ---------------------------------------------------------------------------
+
+    def add_to_parity(self, parity: IncomingParity, rank: int, chunk: int, digest: bytes, data: memoryview) -> None:
+        """Add a verified chunk of another host's rank to its row, once.
+
+        It is dropped where there is no slot for the row, and where the parity was given up meanwhile: the sender finds
+        it lacking.
+        """
+        number = row_of(parity.ranks, chunk)
+        with self.parity_lock:
+            with self.lock:
+                if parity.is_over or parity.is_added(rank, chunk, digest):
+                    return
+                row = parity.rows.get(number)
+                slot = row.slot if row is not None else self.table.receive()
+                if slot is None:
+                    return
+                row = row or parity.rows.setdefault(number, ParityRow(slot))
+                parity.row_in_use, parity.touched_s = number, self.clock.monotonic()
+                self.flush()
+            is_added = False
+            try:
+                add_into(self.arena.view(slot), row.nbytes, data)
+                row.nbytes = max(row.nbytes, data.nbytes)
+                row.added[rank] = digest
+                is_added = True
+            finally:
+                with self.lock:
+                    parity.row_in_use = None
+                    if parity.is_over:
+                        self.table.release(slot)
+                    elif not is_added:  # what its bytes are now nobody knows
+                        self.index.abort_parity(parity)
+                    self.flush()
+
+    def finish_parity(self, parity: IncomingParity) -> StoredReplica | None:
+        """Digest the rows of parity in which every shard is, and store it; None if it was given up meanwhile.
+
+        Raises:
+            IntegrityError: A row that was stored before went bad meanwhile.
+        """
+        with self.lock:  # another shard's seal may be storing it, too
+            sizes, shared = parity.row_sizes(), parity.shared_rows()
+            slots = {number: row.slot for number, row in parity.rows.items()}
+        self.verify_old(list(shared.values()), [sizes[number] for number in shared])
+        stored_rows = {**shared, **parity.stored_rows}
+        fresh = {n: chunk_digest(self.arena.view(slot, sizes[n])) for n, slot in slots.items()}
+        with self.lock:
+            if parity.is_over:
+                return None
+            digests = [fresh[n] if n in fresh else stored_rows.get(n, b"") for n in range(len(sizes))]
+            manifest = parity.manifest(digests)
+            replica = self.index.open_incoming(LOCAL_SENDER, parity.shard, digests, attempt=parity.attempt)
+            now = self.clock.time()
+            for number, nbytes in enumerate(sizes):
+                row = parity.rows.pop(number, None)
+                if row is not None:
+                    self.index.fill(replica, number, row.slot, digests[number], nbytes, now)
+                else:
+                    self.index.hold_known(replica, number, nbytes)
+            self.index.abort_parity(parity)
+            self.flush()  # the manifest is stored only where the slots that it names are sealed (R7)
+            try:
+                return self.finish(LOCAL_SENDER, encode_manifest(manifest), manifest)
+            finally:
+                self.abort_incoming(LOCAL_SENDER, parity.shard)
+
+    def parity_before(self, parity: ShardId, ranks: ParitySet) -> ParityBefore:
+        """Return the newest parity of the rank's host in this set, of an older step; an empty one if there is none."""
+        with self.lock:
+            older = [
+                stored
+                for stored in self.index.shards.values()
+                if stored.shard.is_parity and stored.shard < parity and set_of(stored.shard, stored.spec) == ranks
+                if (stored.shard.job, stored.shard.rank) == (parity.job, parity.rank)
+            ]
+            newest = max(older, key=lambda stored: stored.shard, default=None)
+            pinned = self.pin(newest.shard, newest.spec.digest) if newest is not None else None
+        if pinned is None:
+            return ParityBefore()
+        stored, pin = pinned
+        try:
+            manifest = decode_manifest(self.manifest(stored))
+        except (DigestMismatch, FileNotFoundError):
+            return ParityBefore()
+        finally:
+            self.unpin(stored, pin)
+        data = {summand.rank: summand_manifest(manifest, summand.rank) for summand in stored.spec.summands}
+        chunks = {rank: decode_manifest(each).chunks for rank, each in data.items() if each is not None}
+        rows = {number: stored.digests[number] for number, slot in enumerate(stored.slots) if slot is not None}
+        return ParityBefore(rows, chunks)
+
+    def abort_parity(self, is_meant: Callable[[IncomingParity], bool]) -> None:
+        """Give up parity that is being added up."""
+        with self.lock:
+            for parity in [p for p in self.index.parity.values() if is_meant(p)]:
+                self.index.abort_parity(parity)
+            self.flush()
+
+    def manifest_in_parity(self, shard: ShardId, digest: str) -> bytes:
+        """Return the manifest of a shard of which this host keeps parity. IntegrityError, DigestMismatch."""
+        pinned = self.pin_parity_of(shard, digest)
+        if pinned is None:
+            raise IntegrityError(f"this host has neither {shard} {digest} nor parity of it")
+        try:
+            data = summand_manifest(decode_manifest(self.manifest(pinned[0])), shard.rank)
+        finally:
+            self.unpin(*pinned)
+        if data is None or shard_digest(data) != digest:
+            raise DigestMismatch(f"{pinned[0].shard} has another manifest of rank {shard.rank}", shard=str(shard))
+        return data
+
+    def pin_parity_of(self, shard: ShardId, digest: str) -> tuple[StoredReplica, int] | None:
+        """Pin the parity that this host keeps of another rank's shard; None if it keeps none."""
+        with self.lock:
+            for stored in self.index.shards.values():
+                of = stored.shard
+                is_meant = of.is_parity and (of.job, of.attempt, of.step) == (shard.job, shard.attempt, shard.step)
+                if is_meant and any((s.rank, s.digest) == (shard.rank, digest) for s in stored.spec.summands):
+                    return self.pin(of, stored.spec.digest)
+        return None
+
     def abort_incoming(self, name: str, shard: ShardId, *, only: IncomingReplica | None = None) -> None:
         """Give back an incoming replica's slots; with `only`, if it is still that one."""
         with self.lock:
@@ -459,7 +586,7 @@ class ReplicaStore(Generic[M_co, F_co]):
             for shard in sorted({shard for shard, _ in self.index.shards}):
                 if (shard.job, shard.attempt, shard.step) == (job, attempt, step):
                     self.drop(shard)
-            self.flush()
+            self.abort_parity(lambda p: (p.shard.job, p.shard.attempt, p.shard.step) == (job, attempt, step))
 
     def expire_pins(self) -> None:
         """Let go of what readers kept past their deadline."""

@@ -104,6 +104,7 @@ class SlotsReserved(FactBase, frozen=True):
     attempt: int
     needs: tuple[int, ...]  # slots of one version, by rank
     in_flight: int  # versions of uncommitted steps
+    parity_sets: tuple[tuple[int, ...], ...] = ()  # of ranks whose shards are added into one another's parity (R37)
 
 
 class RestoreReleased(FactBase, frozen=True):

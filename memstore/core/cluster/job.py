@@ -10,7 +10,7 @@ State of a step in an attempt:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -23,6 +23,7 @@ from memstore.core.wire.status_rows import ReplacedRow
 from placement.groups import Placement
 from recovery.inventory import CommitFact, Copy, DurableMarker, Inventory, ShardId, ShardSpec, StepId
 from recovery.lineage import AttemptFact, Span, in_lineage, lineage
+from recovery.parity import ParitySet, set_of
 
 # -- recovery -----------------------------------------------------------------------------------------
 # A recovery in place: who was replaced, and how long its phases took. Plain data.
@@ -155,6 +156,8 @@ class Attempt:
     steps: StepPhases = field(default_factory=StepPhases)
     damaged_s: dict[int, float] = field(default_factory=dict)  # open step -> since when no copy has some chunk
     needs: dict[int, int] = field(default_factory=dict)  # rank -> slots of one version (R10)
+    #: By rank, decided with the room for its first put. Of the shards of other ranks there are copies.
+    parity_sets: dict[int, ParitySet] = field(default_factory=dict)
     in_flight: int = field(init=False)  # versions of uncommitted steps: as asked, or for how many its hosts have room
     in_flight_why: str = ""  # which host has no room for more
     put_interval: tuple[int, int] = (0, 1)  # from a step on, so many lie between two puts (R33)
@@ -216,6 +219,11 @@ class Attempt:
     def replicas(self) -> int:
         """Return how many copies are asked for, the owner's own included."""
         return int(self.config["replicas"])
+
+    @property
+    def parity(self) -> int:
+        """Return how many shards are added into one row of parity at most; 0: there are copies alone."""
+        return int(self.config["parity"])
 
     @property
     def scatter(self) -> int:
@@ -306,6 +314,8 @@ class Job:
     attempts: dict[int, Attempt] = field(default_factory=dict)
     copies: dict[StepId, dict[int, dict[str, Copy]]] = field(default_factory=dict)  # step -> rank -> host
     on_host: dict[str, dict[StepId, set[int]]] = field(default_factory=dict)  # the same by host: step -> ranks
+    #: Step -> rank -> host that keeps the rank's parity.
+    parity: dict[StepId, dict[int, dict[str, Copy]]] = field(default_factory=dict)
     commits: dict[StepId, StepCommitted] = field(default_factory=dict)
     retired: dict[StepId, str] = field(default_factory=dict)
     torn: set[StepId] = field(default_factory=set)  # retired for good: whole by every digest, but of two moments
@@ -326,6 +336,7 @@ class Job:
     refusals: dict[tuple[ShardId, str], str] = field(default_factory=dict)  # (shard, host) -> why a push failed
     changes: dict[StepId, int] = field(default_factory=dict)  # `changes_count` when the copies of a step last changed
     changes_count: int = 0  # of copies, over all steps
+    _older_sets: dict[StepId, tuple[int | None, Mapping[int, ParitySet]]] = field(default_factory=dict)
     settled: dict[StepId, int] = field(default_factory=dict)  # `changes` of a step that needed no repair then
     damaged: set[StepId] = field(default_factory=set)  # steps of which some copy came with chunks missing
     short: dict[StepId, int] = field(default_factory=dict)  # the first rank found without enough copies to commit
@@ -463,8 +474,12 @@ class Job:
         return self.newest_number if self.newest is None and self.newest_number else None
 
     def add_copy(self, copy: Copy) -> None:
-        """Record a verified copy, replacing the last report of that shard on that host."""
+        """Record a verified copy, or parity, replacing the last report of that shard on that host."""
         step = StepId(copy.shard.attempt, copy.shard.step)
+        if copy.shard.is_parity:
+            self.parity.setdefault(step, {}).setdefault(copy.shard.rank, {})[copy.host] = copy
+            self._changed(step)
+            return
         self.copies.setdefault(step, {}).setdefault(copy.shard.rank, {})[copy.host] = copy
         self.on_host.setdefault(copy.host, {}).setdefault(step, set()).add(copy.shard.rank)
         self._changed(step)
@@ -479,6 +494,9 @@ class Job:
         """Forget one copy."""
         step = StepId(shard.attempt, shard.step)
         self._changed(step)
+        if shard.is_parity:
+            self._drop_parity(step, shard.rank, host_id)
+            return
         hosts = self.copies.get(step, {}).get(shard.rank, {})
         if hosts.pop(host_id, None) is not None:
             ranks = self.on_host[host_id][step]
@@ -490,13 +508,84 @@ class Job:
         if not self.copies.get(step, True):
             del self.copies[step]
 
+    def _drop_parity(self, step: StepId, rank: int, host_id: str) -> None:
+        ranks = self.parity.get(step, {})
+        ranks.get(rank, {}).pop(host_id, None)
+        if rank in ranks and not ranks[rank]:
+            del ranks[rank]
+        if step in self.parity and not ranks:
+            del self.parity[step]
+
+    def has_copy(self, shard: ShardId, host_id: str) -> bool:
+        """Return whether a host has a copy of a shard, or parity."""
+        table = self.parity if shard.is_parity else self.copies
+        return host_id in table.get(StepId(shard.attempt, shard.step), {}).get(shard.rank, {})
+
+    def parity_sets(self, step: StepId) -> Mapping[int, ParitySet]:
+        """Return, by rank, the sets in which a step's shards are added into one another's parity.
+
+        Of a step of an older attempt they are seen from the parity that is left.
+        """
+        attempt = self.attempts.get(step.attempt)
+        if attempt is not None and attempt is self.newest:
+            return attempt.parity_sets
+        when, known = self.changes.get(step), self._older_sets.get(step)
+        if known is not None and known[0] == when:
+            return known[1]
+        found: dict[int, ParitySet] = {}
+        for hosts in self.parity.get(step, {}).values():
+            for copy in hosts.values():
+                ranks = set_of(copy.shard, copy.spec)
+                found.update(dict.fromkeys(ranks, ranks))
+        self._older_sets = {each: sets for each, sets in self._older_sets.items() if each in self.parity}
+        self._older_sets[step] = when, found
+        return found
+
+    def parity_hosts(self, step: StepId, rank: int) -> dict[int, list[str]]:
+        """Return, by the other ranks of a rank's set, the hosts with that rank's whole parity, its own shard in it."""
+        commit, found = self.commits.get(step), dict[int, list[str]]()
+        for other in self.parity_sets(step).get(rank, ()):
+            if other != rank:
+                found[other] = [
+                    host
+                    for host, copy in self.parity.get(step, {}).get(other, {}).items()
+                    for each in copy.spec.summands
+                    if each.rank == rank and not copy.missing and (not commit or each.digest == commit.digests[rank])
+                ]
+        return found
+
+    def parity_members(self, step: StepId, rank: int) -> list[str]:
+        """Return a host of a rank's shard and the hosts that have it in their parity; [] if the set lacks one."""
+        kept = self.parity_hosts(step, rank).values()
+        own = [host for host, copy in self.copies.get(step, {}).get(rank, {}).items() if not copy.missing]
+        return [min(own), *(min(hosts) for hosts in kept)] if own and kept and all(kept) else []
+
+    def is_in_parity(self, step: StepId, rank: int, among: Collection[str] | None = None) -> bool:
+        """Return whether all other ranks of a rank's set have its shard in their parity, on some of these hosts."""
+        hosts = self.parity_hosts(step, rank).values()
+        return bool(hosts) and all(any(among is None or host in among for host in each) for each in hosts)
+
+    def shards_on(self, step: StepId) -> dict[str, list[ShardId]]:
+        """Return, by host, the copies and the parity of a step."""
+        found: dict[str, list[ShardId]] = {}
+        for is_parity, ranks in ((False, self.copies.get(step, {})), (True, self.parity.get(step, {}))):
+            for rank, hosts in ranks.items():
+                for host in hosts:
+                    shard = ShardId(self.name, step.attempt, step.step, rank, is_parity)
+                    found.setdefault(host, []).append(shard)
+        return found
+
     def drop_step(self, step: StepId) -> None:
-        """Forget every copy of a step."""
+        """Forget every copy of a step, and its parity."""
+        self.parity.pop(step, None)
         for host in {host for hosts in self.copies.pop(step, {}).values() for host in hosts}:
             del self.on_host[host][step]
 
     def drop_host(self, host_id: str) -> None:
-        """Forget every copy on a host."""
+        """Forget every copy, and all parity, on a host."""
+        for step, kept in list(self.parity.items()):
+            for rank in [rank for rank, hosts in kept.items() if host_id in hosts]:
+                self.drop_copy(ShardId(self.name, step.attempt, step.step, rank, is_parity=True), host_id)
         for step, ranks in list(self.on_host.get(host_id, {}).items()):
             for rank in list(ranks):
                 self.drop_copy(ShardId(self.name, step.attempt, step.step, rank), host_id)
@@ -506,6 +595,8 @@ class Job:
     def spec(self, shard: ShardId) -> ShardSpec | None:
         """Return the spec of a shard: the committed digest's if there is one, else any copy's."""
         step = StepId(shard.attempt, shard.step)
+        if shard.is_parity:
+            return next((copy.spec for copy in self.parity.get(step, {}).get(shard.rank, {}).values()), None)
         commit = self.commits.get(step)
         for copy in self.copies.get(step, {}).get(shard.rank, {}).values():
             if commit is None or copy.spec.digest == commit.digests[shard.rank]:
@@ -517,7 +608,8 @@ class Job:
     ) -> Inventory:
         """Freeze what answering hosts hold, plus facts and markers, for the planner (R21, R24)."""
         answering = set(live)
-        by_shard = (hosts for ranks in self.copies.values() for hosts in ranks.values())
+        by_step = (*self.copies.values(), *self.parity.values())
+        by_shard = (hosts for ranks in by_step for hosts in ranks.values())
         return Inventory(
             job=self.name,
             copies=tuple(copy for hosts in by_shard for copy in hosts.values() if copy.host in answering),

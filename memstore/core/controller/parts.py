@@ -49,7 +49,8 @@ class Parts:
         self.room = Reservations(state, out, self.journal, self.sent_orders, self.view, self.retention)
         # commit, repair
         self.steps = StepCommits(state, out, self.journal, self.view, self.drops, self.room, self.retention)
-        self.repair = Repair(state, out, self.view, self.drops, self.room, self.steps)
+        self.reads = SingleReads(state, out, term)
+        self.repair = Repair(state, out, self.view, self.drops, self.room, self.steps, self.reads.rebuild)
         # durable
         self.durable_states = DurableStates(state)
         markers = self.durable_markers = DurableMarkers(state, out, self.durable_states)
@@ -65,7 +66,6 @@ class Parts:
         self.attempts = Attempts(state, out, self.journal, self.view, markers)
         self.rewinds = Rewinds(state, out, self.view, self.attempts)
         # restore
-        self.reads = SingleReads(state, out, term)
         self.followers = Followers(state, out, self.room, self.retention)
         self.rounds = Rounds(
             state, out, self.journal, self.view, self.room, self.repair, markers, self.reads, self.followers

@@ -106,7 +106,11 @@ class Departures:
         staying = self._staying()
         reachable = min(attempt.replicas, len(self.state.hosts.domains(staying)))
         for step in sorted(redundant_steps(job, attempt), reverse=True):
-            ranks = job.on_host.get(host, {}).get(step, ())
+            in_parity = [r for r, hosts in job.parity.get(step, {}).items() if host in hosts]
+            ranks = {
+                *job.on_host.get(host, {}).get(step, ()),
+                *(o for r in in_parity for o in job.parity_sets(step)[r]),
+            }
             counts = [self._elsewhere_count(job, step, rank, staying) for rank in ranks]
             few = [count for count in counts if count < attempt.replicas]
             if few and step in job.markers and self.is_there.get((job.name, step)):
@@ -131,9 +135,9 @@ class Departures:
         return {h for h in hosts.states if hosts.is_answering(h) and not self.state.is_draining(h)}
 
     def _elsewhere_count(self, job: Job, step: StepId, rank: int, staying: set[str]) -> int:
-        digest, copies = job.commits[step].digests[rank], job.copies[step][rank].items()
+        digest, copies = job.commits[step].digests[rank], job.copies[step].get(rank, {}).items()
         whole = [h for h, copy in copies if h in staying and not copy.missing and copy.spec.digest == digest]
-        return len(self.state.hosts.domains(whole))
+        return len(self.state.hosts.domains(whole)) + job.is_in_parity(step, rank, staying)
 
 
 # -- last copies --------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ layout, all chunk digests joined].
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -18,14 +19,16 @@ import xxhash
 
 from memstore.config import check_name
 from memstore.errors import ConfigError, ManifestMismatch, ProtocolError
-from recovery.inventory import ShardId, ShardSpec
+from recovery.inventory import ShardId, ShardSpec, Summand
 
 FORMAT = 1
+PARITY_FORMAT = 2  # its chunks are rows, and its layout has the manifests of the shards that they are the sum of
 DIGEST_BYTES = 16  # xxh3-128
 CHUNK_BYTES_MAX = 1 << 30
 LAYOUT_BYTES_MAX = 64 << 20  # plain objects live in the layout: 64 MiB is some 10 million numbers
 MANIFEST_BYTES_MAX = 2 * LAYOUT_BYTES_MAX  # a layout and the digests of a 16 TiB shard in 4 MiB chunks
 _INT_LIMIT = 1 << 62
+_SUMMANDS = msgspec.msgpack.Decoder(list[tuple[int, bytes]])
 _ROW = msgspec.msgpack.Decoder(tuple[int, str, int, int, int, int, int, int, bytes, bytes])
 
 
@@ -77,7 +80,27 @@ def chunk_sizes(nbytes: int, chunk_bytes: int) -> list[int]:
 
 def spec_of(manifest: Manifest, digest: str) -> ShardSpec:
     """Return what planners need to know of a shard; `digest` is `shard_digest` of its manifest."""
-    return ShardSpec(digest, manifest.nbytes, manifest.chunk_bytes, len(manifest.chunks), manifest.world_size)
+    rows = _summand_rows(manifest.layout) if manifest.shard.is_parity else []
+    summands = tuple(Summand(rank, shard_digest(data), decode_manifest(data).nbytes) for rank, data in rows)
+    count = len(manifest.chunks)
+    return ShardSpec(digest, manifest.nbytes, manifest.chunk_bytes, count, manifest.world_size, summands)
+
+
+def encode_summands(manifests: Mapping[int, bytes]) -> bytes:
+    """Return the layout of parity: by rank, the manifests of the shards that are added into it."""
+    return msgspec.msgpack.encode(sorted(manifests.items()))
+
+
+def summand_manifest(parity: Manifest, rank: int) -> bytes | None:
+    """Return the manifest of a rank's shard that is added into this parity; None if none is."""
+    return dict(_summand_rows(parity.layout)).get(rank)
+
+
+def _summand_rows(layout: bytes) -> list[tuple[int, bytes]]:
+    try:
+        return _SUMMANDS.decode(layout)
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise ManifestMismatch(f"the layout of parity names no shards: {error}") from None
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -131,7 +154,8 @@ def decode_manifest(data: bytes | bytearray | memoryview) -> Manifest:
         )
     pieces = split_digests(digests)
     chunks = tuple(Chunk(digest, size) for digest, size in zip(pieces, chunk_sizes(nbytes, chunk_bytes), strict=True))
-    manifest = Manifest(ShardId(job, attempt, step, rank), world_size, layout, nbytes, chunk_bytes, chunks, format=form)
+    shard = ShardId(job, attempt, step, rank, form == PARITY_FORMAT)
+    manifest = Manifest(shard, world_size, layout, nbytes, chunk_bytes, chunks, format=form)
     _check(manifest)
     return manifest
 
@@ -139,8 +163,10 @@ def decode_manifest(data: bytes | bytearray | memoryview) -> Manifest:
 def _check(manifest: Manifest) -> None:
     """Raise ManifestMismatch unless every field is in range and every digest has the right length."""
     shard = manifest.shard
-    if manifest.format != FORMAT:
-        raise ManifestMismatch(f"manifest has format {manifest.format}; this memstore reads format {FORMAT}")
+    if manifest.format != (PARITY_FORMAT if shard.is_parity else FORMAT):
+        raise ManifestMismatch(
+            f"manifest has format {manifest.format}; this memstore reads formats {FORMAT} and {PARITY_FORMAT}"
+        )
     try:
         check_name("job", shard.job)
     except ConfigError as error:

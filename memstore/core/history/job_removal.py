@@ -156,8 +156,10 @@ class JobRemoval:
         self.out.emit(JobForgotten(fact.job))
         if is_replay:
             return
-        copies = job.copies.items() if job is not None else ()
-        shards = tuple(WireShard(fact.job, s.attempt, s.step, rank) for s, ranks in copies for rank in ranks)
+        steps = dict.fromkeys([*job.copies, *job.parity]) if job is not None else ()
+        by_host = (job.shards_on(step).values() for step in steps) if job is not None else ()
+        found = dict.fromkeys(shard for hosts in by_host for held in hosts for shard in held)
+        shards = tuple(map(WireShard.of, found))
         order = DropJob(job=fact.job, attempt=fact.attempt, shards=shards)
         for host in state.hosts.live_ids():
             self.out.send(host, order)

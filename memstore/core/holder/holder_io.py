@@ -20,7 +20,7 @@ from memstore.core.durable.slice_format import SliceHeader
 from memstore.core.wire.codec import Request
 from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.orders import DurablePlace, Lineage
-from memstore.core.wire.peer_messages import ChunksLacking, HasCopy, Refused, WholeShard
+from memstore.core.wire.peer_messages import ChunksLacking, HasCopy, ParityOf, Refused, ShardHost, WholeShard
 from memstore.core.wire.rank_messages import HolderEvent, PutReady, SlotSample
 from memstore.core.wire.replies import HostVerified
 from memstore.core.wire.reports import MarkersFound
@@ -160,12 +160,20 @@ class HolderIo(Protocol):
         """Send a peer one request and return its reply; TransportError if there is none, or the peer's own error."""
 
     async def send_chunks(
-        self, peer: Peer, source: PushSource, chunks: Sequence[int], *, base: Sequence[bytes], is_repair: bool
+        self,
+        peer: Peer,
+        source: PushSource,
+        chunks: Sequence[int],
+        *,
+        base: Sequence[bytes],
+        is_repair: bool,
+        parity: ParityOf | None = None,
     ) -> None:
         """Send a peer those of these chunks that it lacks, each once its digest is known, straight from its slot.
 
-        A chunk that differs in few blocks from the one in its place in `base`, digests, is sent as a patch where both
-        hosts have that one. A repair is paced by the store's limit for repairs, and held back for no collective.
+        With `parity` the peer adds them into that; else it makes a copy, and a chunk that differs in few blocks from
+        the one in its place in `base`, digests, is sent as a patch where both hosts have that one. A repair is paced by
+        the store's limit for repairs, and held back for no collective.
 
         Raises:
             PeerRefused: The peer has no incoming replica for them, a chunk went bad here, or the put failed here.
@@ -175,13 +183,29 @@ class HolderIo(Protocol):
         """Send a peer all chunks of a shard with its manifest; return its reply. PeerRefused if one went bad here."""
 
     async def receive_chunks(
-        self, peer: Peer, replica: IncomingReplica, digest: str, chunks: Sequence[int]
+        self,
+        peer: Peer,
+        replica: IncomingReplica,
+        digest: str,
+        chunks: Sequence[int],
+        others: tuple[ShardHost, ...] = (),
     ) -> list[int]:
         """Pull chunks of a stored shard from a peer into an incoming replica; return those that came damaged, or not.
+
+        With `others` the peer may have parity of the shard, and decodes them with what those hosts have.
 
         Raises:
             IntegrityError: The peer does not hold the shard.
             CapacityError: There is no room here.
+        """
+
+    async def decode_chunks(
+        self, replica: IncomingReplica, digest: str, chunks: Sequence[int], others: tuple[ShardHost, ...]
+    ) -> list[int]:
+        """Decode chunks, from this host's parity and what the others have, into an incoming replica.
+
+        Returns:
+            Those that could not be decoded. Errors are those of `receive_chunks`.
         """
 
     # -- durable storage ------------------------------------------------------------------------

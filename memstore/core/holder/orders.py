@@ -157,7 +157,7 @@ def obey(io: HolderIo, state: HolderState, order: Order) -> Coroutine[Any, Any, 
         case Reserve():
             io.start(ROOM, reserve if order.is_claim else grow, state, order)
         case PushCopy():
-            copy = push.Push(order.shard.id, order.digest, order.target, is_repair=True)
+            copy = push.Push(order.shard.id, order.digest, order.target, is_repair=True, parity=order.parity)
             if push.begin(state, copy):
                 io.start(REPAIR, push.run, state, copy)
         case Bring():

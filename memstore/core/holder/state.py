@@ -40,7 +40,7 @@ class Replication:
 class Pushes:
     """The copies that are on their way from here, and the targets that this host cannot reach."""
 
-    under_way: dict[tuple[ShardId, str], list[Replication]] = field(default_factory=dict)
+    under_way: dict[tuple[ShardId, str, bool], list[Replication]] = field(default_factory=dict)  # by `Push.key`
     silent_since_s: dict[str, float] = field(default_factory=dict)  # targets that the view has and that do not answer
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.state import ClusterState
@@ -13,6 +15,7 @@ from memstore.core.restore.single_read import job_of, newest_attempt
 from memstore.core.wire.calls import AskPlan
 from memstore.core.wire.replies import Plan
 from memstore.core.wire.status_rows import BytesByTier, OddsRow, RejectedStep, TransferRow
+from recovery.inventory import StepId
 from recovery.planner import RecoveryPlan, relaunch, what_if
 
 
@@ -106,13 +109,17 @@ class DryRuns:
         step, hosts = job.newest_committed, self.state.hosts.live_ids()
         if step is None:
             return []
-        ranks = job.copies.get(step, {})
-        shards = [
-            [h for h, c in ranks.get(rank, {}).items() if h in hosts and not c.missing]
-            for rank in range(job.commits[step].world_size)
-        ]
-        found = [(lost, survival_odds(shards, hosts, lost)) for lost in range(1, replicas + 2)]
+        fatal = [each for rank in range(job.commits[step].world_size) for each in self._fatal(job, step, rank, hosts)]
+        found = [(lost, survival_odds(fatal, hosts, lost)) for lost in range(1, replicas + 2)]
         return [OddsRow(lost, odds.chance, odds.is_exact) for lost, odds in found if odds is not None]
+
+    @staticmethod
+    def _fatal(job: Job, step: StepId, rank: int, hosts: Collection[str]) -> list[list[str]]:
+        """Return sets of hosts that take chunks of a shard along: all with a copy, and any one with its parity."""
+        copies = job.copies.get(step, {}).get(rank, {})
+        own = [h for h, c in copies.items() if h in hosts and not c.missing]
+        parity = [host for host in job.parity_members(step, rank)[1:] if host in hosts]
+        return [[*own, host] for host in parity] or [own]
 
 
 def _said(host: str, there: set[str]) -> str:

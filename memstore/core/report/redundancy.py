@@ -125,6 +125,8 @@ class RedundancyMonitor:
             return {}
         ranks = job.copies.get(step, {})
         whole = {r: sum(not c.missing for c in ranks.get(r, {}).values()) for r in range(job.commits[step].world_size)}
+        for rank in job.parity_sets(step):
+            whole[rank] += job.is_in_parity(step, rank)
         return {rank: attempt.replicas - count for rank, count in whole.items() if count < attempt.replicas}
 
     def _look(self, job: Job) -> None:
@@ -164,7 +166,9 @@ class Odds:
     is_exact: bool
 
 
-def survival(shards: Sequence[Collection[Copy]], topology: Topology) -> list[SurvivalRow]:
+def survival(
+    shards: Sequence[Collection[Copy]], topology: Topology, parity: Mapping[int, Sequence[str]] | None = None
+) -> list[SurvivalRow]:
     """Return, coarsest level first, how many domains may be lost with every shard keeping a whole copy.
 
     -1: some chunk is nowhere even now. `fatal` names the domains each of which alone has the only copy of something.
@@ -175,6 +179,8 @@ def survival(shards: Sequence[Collection[Copy]], topology: Topology) -> list[Sur
         topology: The hosts that are not dead. Copies on other hosts do not count. A level that labels none of them
             is left out; hosts without the label share one domain (R18), and hosts on one machine that are not
             explicit share that of the machine (R1).
+        parity: By rank, the hosts of its parity set, if each but its own has the shard whole in its parity. Together
+            they stand for one more domain than its copies have, if no two of them are in one.
 
     Complexity: levels x (copies + copies x damaged chunks).
     Source: ours.
@@ -184,24 +190,28 @@ def survival(shards: Sequence[Collection[Copy]], topology: Topology) -> list[Sur
         if level != HOST_LEVEL and not any(host.domain(level) for host in topology.hosts.values()):
             continue
         least, fatal = len(topology.hosts), set()
-        for copies in shards:
+        for rank, copies in enumerate(shards):
+            there = [
+                topology.hosts[host].domain(level) for host in (parity or {}).get(rank, ()) if host in topology.hosts
+            ]
+            is_apart = bool(there) and len({*there}) == len((parity or {})[rank])
             for domains in _domains_by_chunk([c for c in copies if c.host in topology.hosts], level, topology):
-                least = min(least, len(domains))
-                fatal |= domains if len(domains) == 1 else set()
+                least = min(least, len(domains) + is_apart)
+                fatal |= domains if len(domains) + is_apart == 1 else set()
         words = sorted(_in_words(topology, level, domain) for domain in fatal) if least == 1 else []
         found.append(SurvivalRow(level=level, tolerated=least - 1, fatal=words))
     return found
 
 
-def survival_odds(shards: Iterable[Iterable[str]], hosts: Collection[str], lost_count: int) -> Odds | None:
-    """Return the chance that `lost_count` of the hosts, lost at once at random, leave every shard a copy.
+def survival_odds(takers: Iterable[Iterable[str]], hosts: Collection[str], lost_count: int) -> Odds | None:
+    """Return the chance that `lost_count` of the hosts, lost at once at random, leave every shard in RAM.
 
     Every set of hosts is looked at if there are at most COUNTED_SETS_MAX. With more the chance is bounded from below:
-    the sets that hold all copies of one shard are added up over the shards, as if no set held those of two. The bound
-    is the chance itself where every shard lies on exactly `lost_count` hosts or on more.
+    the sets that hold all of one of `takers` are added up, as if no set held two of them. The bound is the chance
+    itself where each of `takers` has exactly `lost_count` hosts or more.
 
     Args:
-        shards: For every shard, the hosts that hold a whole copy.
+        takers: Hosts without which a shard is lost: all that hold a whole copy of it, and one of its parity, if any.
         hosts: All hosts that may be lost, equally likely.
         lost_count: How many are lost.
 
@@ -213,7 +223,7 @@ def survival_odds(shards: Iterable[Iterable[str]], hosts: Collection[str], lost_
     """
     if lost_count > len(hosts):
         return None
-    fatal = {frozenset(holders) for holders in shards}
+    fatal = {frozenset(holders) for holders in takers}
     sets_count = comb(len(hosts), lost_count)
     if sets_count <= COUNTED_SETS_MAX:
         bit = {host: 1 << at for at, host in enumerate(sorted(hosts))}

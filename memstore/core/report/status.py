@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from memstore.core.attempts.join import Attempts, launches
@@ -234,7 +234,8 @@ class StatusReport:
             [c for c in ranks.get(rank, {}).values() if c.spec.digest == commit.digests[rank]]
             for rank in range(commit.world_size)
         ]
-        return survival(shards, self.state.hosts.topology(self.state.hosts.live_ids()))
+        parity = {rank: job.parity_members(step, rank) for rank in job.parity_sets(step)}
+        return survival(shards, self.state.hosts.topology(self.state.hosts.live_ids()), parity)
 
     def _job(self, job: Job) -> JobRow:
         known = steps_of(self.state, self.states, job)
@@ -253,8 +254,7 @@ class StatusReport:
         newest, on_storage, recovery = job.newest_committed, job.newest_durable, attempt.recovery
         placement, durable = self.view.placement(job), self.states.of(job.name)
         seen_s = durable.seen_s.get(on_storage) if on_storage is not None else None
-        looked = self._looked(job, attempt, newest) if newest is not None else None
-        short = looked.short if looked is not None else {}
+        looked = self._looked(job, attempt, newest) if newest is not None else Shards((), 0, {}, [], {})
         return AttemptStatus(
             phase=attempt.phase,
             ended_by=attempt.ended_by,
@@ -276,16 +276,17 @@ class StatusReport:
             degraded=job.commits[newest].reason if newest is not None and job.commits[newest].is_degraded else "",
             retired=job.retired.get(newest, "") if newest is not None else "",
             is_torn=newest in job.torn,
-            copies=looked.copies if looked is not None else 0,
-            missing_copies=sum(short.values()),
-            short_shards=len(short),
-            short=self.short_rows(job, short),
+            copies=looked.copies,
+            missing_copies=sum(looked.short.values()),
+            short_shards=len(looked.short),
+            short=self.short_rows(job, looked.short),
             short_s=self.watch.short_for_s(job.name),
             replicas=attempt.replicas,
+            parity=attempt.parity,
             keep_steps=int(attempt.config["keep_steps"]),
             in_flight=attempt.in_flight,
             in_flight_lack=attempt.in_flight_lack,
-            survives=looked.survives if looked is not None else [],
+            survives=looked.survives,
             refusals=self._refusals(job)[:5],
             parent=attempt.parent,
             parent_step=attempt.parent_step,
@@ -378,15 +379,23 @@ class StatusReport:
     def _short_state(
         self, job: Job, attempt: Attempt, shard: ShardId, waits: str
     ) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-        """Return the hosts with a whole copy of a shard, those that are to get one, and what keeps them from it."""
-        copies = job.copies.get(StepId(shard.attempt, shard.step), {}).get(shard.rank, {})
+        """Return the hosts with a whole copy of a shard, those that are to get one, and what keeps them from it.
+
+        With parity those are named on which parity that it is in is to be added up again.
+        """
+        step = StepId(shard.attempt, shard.step)
+        copies = job.copies.get(step, {}).get(shard.rank, {})
         hosts = tuple(sorted(host for host, copy in copies.items() if not copy.missing))
         if not copies:
             return hosts, (), "no copy is left in RAM to rebuild it from"
-        lacking = [host for host in dict.fromkeys(self.view.wanted(job, attempt, shard.rank)) if host not in hosts]
+        wanted = self.view.wanted(job, attempt, shard.rank, step)
+        lacking = {host: shard for host in wanted if host not in hosts}
+        for rank, keeping in job.parity_hosts(step, shard.rank).items():
+            if not keeping:
+                lacking[self.view.owner_host(job, attempt, rank)] = replace(shard, rank=rank, is_parity=True)
         if not lacking:
             return hosts, (), "; ".join(["no other host may hold it", *([waits] if waits else [])])
-        reasons = {host: self._why_not_copied(job, shard, host) for host in lacking}
+        reasons = {host: self._why_not_copied(job, each, host) for host, each in lacking.items()}
         targets = tuple(host for host in lacking if not reasons[host])
         kept_from = [f"{host}: {why}" for host, why in reasons.items() if why]
         return hosts, targets, "; ".join([*kept_from, *([waits] if waits else [])])

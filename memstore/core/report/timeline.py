@@ -167,8 +167,8 @@ def fewest_copies(state: ClusterState, job: Job, step: StepId) -> int:
     commit, ranks = job.commits[step], job.copies.get(step, {})
     if len(ranks) < commit.world_size:
         return 0
-    whole = [[h for h, c in hosts.items() if not c.missing] for hosts in ranks.values()]
-    return min(len(state.hosts.domains(hosts)) for hosts in whole)
+    whole = {rank: [h for h, c in hosts.items() if not c.missing] for rank, hosts in ranks.items()}
+    return min(len(state.hosts.domains(hosts)) + job.is_in_parity(step, rank) for rank, hosts in whole.items())
 
 
 # -- steps that are gone ------------------------------------------------------------------------------

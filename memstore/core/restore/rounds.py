@@ -10,7 +10,7 @@ gathering --all ranks--> listing (durable markers) --> planning --> staging, whi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,10 +28,10 @@ from memstore.core.durable.paths import place_of, storage_of
 from memstore.core.journal.replication import Journal
 from memstore.core.repair import Repair
 from memstore.core.restore.followers import Followers, Wish
-from memstore.core.restore.single_read import SingleReads, unknown_job
+from memstore.core.restore.single_read import SingleReads, run_of, unknown_job
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.calls import Get, ReadStep, ShardLoaded, Withdraw
-from memstore.core.wire.orders import Run
+from memstore.core.wire.orders import OWN_PARITY, Run
 from memstore.core.wire.replies import (
     GetAgain,
     Noted,
@@ -45,6 +45,7 @@ from memstore.core.wire.reports import Brought
 from memstore.core.wire.status_rows import BytesByTier, RejectedStep
 from recovery.inventory import Copy, Inventory, ShardId, StepId
 from recovery.lineage import in_lineage
+from recovery.parity import row_of, set_of
 from recovery.planner import RecoveryPlan, plan
 
 ADOPTED = "adopted by a restore"  # a whole step without a commit fact that a restore chose
@@ -394,7 +395,7 @@ class Rounds:
     def _stage(self, now: float, active: Round) -> None:
         """Order every host to bring its ranks' shards together and verify them."""
         job, (result, step) = self.state.jobs[active.source], _planned(active)
-        needed = {str(t.source) for t in result.transfers if t.tier == "peer"}
+        needed = {str(t.source) for t in result.transfers if t.tier in ("peer", "parity")}
         needed |= set(active.staging_hosts.values()) if active.is_agreement else set()  # perhaps where no rank sits
         if not all(self.state.hosts.is_live(host) for host in needed):
             self.plan_again(now, active)
@@ -405,7 +406,7 @@ class Rounds:
         active.is_decided = not active.is_adopting
         runs: dict[int, list[Run]] = {}
         for t in result.transfers:
-            runs.setdefault(t.rank, []).append(Run(t.tier, t.source, t.first_chunk, t.chunks_count))
+            runs.setdefault(t.rank, []).append(run_of(t))
         members = {} if active.is_agreement else self.state.jobs[active.job].attempts[active.attempt].members
         readers = {rank: member.nonce for rank, member in members.items()}
         config, marker = self._storage_config(active), job.markers.get(step)
@@ -460,13 +461,27 @@ class Rounds:
         for source, chunks in report.bad.items():
             copy = job.copies.get(step, {}).get(rank, {}).get(source)
             if copy is None:
+                self._lose_rows(job, step, rank, active.staging_hosts[rank] if source == OWN_PARITY else source, chunks)
                 continue
             # One without a chunk is known still: its host has it, and frees it when its step goes.
             job.add_copy(Copy(copy.shard, copy.spec, copy.host, copy.missing | frozenset(chunks)))
         active.notes.append(f"rank {rank}: {problem}")
-        if set(report.bad) == {"durable"}:  # the plan uses it only for chunks without another source
+        # The plan uses it only for chunks without another source; a manifest that was lost here is asked for there too.
+        is_planned = active.plan is not None and any(
+            t.rank == rank and t.tier == "durable" for t in active.plan.transfers
+        )
+        if set(report.bad) == {"durable"} and is_planned:
             active.failed_steps[step] = problem
         self.plan_again(now, active)
+
+    @staticmethod
+    def _lose_rows(job: Job, step: StepId, rank: int, host: str, chunks: Iterable[int]) -> None:
+        """Note that a host could not decode chunks from its parity."""
+        for kept in list(job.parity.get(step, {}).values()):
+            copy = kept.get(host)
+            if copy is not None and any(each.rank == rank for each in copy.spec.summands):
+                rows = {row_of(set_of(copy.shard, copy.spec), chunk) for chunk in chunks}
+                job.add_copy(Copy(copy.shard, copy.spec, host, copy.missing | rows))
 
     def _go_on(self, now: float, active: Round) -> None:
         """Send every rank its shard and the slots of its bytes, once all are here and the decision is a fact.
@@ -487,7 +502,7 @@ class Rounds:
         attempt = self.state.jobs[active.job].attempts[active.attempt]
         for member in attempt.members.values():
             member.last_active_s = now
-        if result.bytes_peer:
+        if any(transfer.tier == "peer" for transfer in result.transfers):  # decoded chunks are brought by their hosts
             attempt.fetch_until_s = now + FETCH_S
         report = active.report = self._report(now, active)
         for rank, call in active.calls.items():
@@ -742,7 +757,7 @@ class Rounds:
         for active in list(self.state.rounds.values()):
             if active.phase != "staging" or active.plan is None:
                 continue
-            is_source = any(t.source == host_id and t.tier == "peer" for t in active.plan.transfers)
+            is_source = any(t.source == host_id and t.tier in ("peer", "parity") for t in active.plan.transfers)
             if is_source or host_id in active.staging_hosts.values():
                 self.plan_again(now, active)
 

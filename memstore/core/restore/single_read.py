@@ -18,13 +18,15 @@ from memstore.core.durable.paths import place_of
 from memstore.core.wire.calls import Get, ReadStep
 from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.orders import Bring, ChunkRange, DurablePlace, Run
+from memstore.core.wire.peer_messages import ShardHost
 from memstore.core.wire.replies import RestoreReport, ShardReady
 from memstore.core.wire.reports import Brought
 from recovery.inventory import ShardId, ShardSpec, StepId
 from recovery.lineage import in_lineage
 from recovery.planner import RecoveryPlan, plan
+from recovery.transfers import Transfer
 
-Use = Literal["get", "read", "repair"]
+Use = Literal["get", "read", "repair", "store"]
 TERM_SHIFT, TERMS = 32, 1 << 29  # a term's numbers stay below 2**61
 
 
@@ -34,6 +36,11 @@ def first_number(term: int) -> int:
     So a late report to a former controller is not mistaken for one of ours.
     """
     return term % TERMS << TERM_SHIFT
+
+
+def run_of(transfer: Transfer) -> Run:
+    """Return a transfer as it is ordered."""
+    return Run(transfer.tier, transfer.source, transfer.first_chunk, transfer.chunks_count, transfer.stride)
 
 
 def job_of(state: ClusterState, out: Effects, call: Call[Any]) -> Job | None:
@@ -99,7 +106,7 @@ class SingleReads:
             self.out.refuse(call, "RecoveryError", f"job {job.name!r}: {why}")
             return
         shard = ShardId(job.name, result.step.attempt, result.step.step, rank)
-        runs = [Run(t.tier, t.source, t.first_chunk, t.chunks_count) for t in result.transfers if t.rank == rank]
+        runs = [run_of(t) for t in result.transfers if t.rank == rank]
         use: Use = "repair" if asked.is_repair else "read"
         number = self.bring(
             call.host_id,
@@ -114,6 +121,15 @@ class SingleReads:
             chunks=asked.chunks,
         )
         self.state.reads[number] = Read(call, shard, result.verdict, result.why, report)
+
+    def rebuild(self, host: str, job: Job, attempt: Attempt, shard: ShardId) -> None:
+        """Order a host to decode a lost shard and to store it; nothing if RAM has not all of its chunks."""
+        step = StepId(shard.attempt, shard.step)
+        result = self._plan_at(host, job, attempt, step, job.commits[step].world_size)
+        runs = [run_of(t) for t in result.transfers if t.rank == shard.rank]
+        if runs and not any(run.tier == "durable" for run in runs):
+            number, spec = attempt.attempt_number, result.specs[shard.rank]
+            self.bring(host, shard, spec, runs, use="store", job=job.name, attempt=number, durable=None, reader="")
 
     def bring(
         self,
@@ -131,6 +147,7 @@ class SingleReads:
     ) -> int:
         """Order a host to have a shard in a reader's reach; return the number of the order."""
         self._count += 1
+        is_decoded = any(run.tier == "parity" for run in runs)
         copies = self.state.jobs[shard.job].copies.get(StepId(shard.attempt, shard.step), {}).get(shard.rank, {})
         order = Bring(
             read=self._count,
@@ -142,11 +159,26 @@ class SingleReads:
             holders=tuple(sorted(h for h in copies if self.state.hosts.is_live(h))),
             durable=durable,
             runs=tuple(runs),
+            others=self._others(self.state.jobs[shard.job], shard) if is_decoded else (),
             reader=reader,
             use=use,
         )
         self.out.send(host, order)
         return self._count
+
+    def _others(self, job: Job, shard: ShardId) -> tuple[ShardHost, ...]:
+        """Return where the other shards of a parity set are: for each a host whose copy lacks fewest chunks."""
+        step, found = StepId(shard.attempt, shard.step), dict[int, str]()
+        for parity in (copy for hosts in job.parity.get(step, {}).values() for copy in hosts.values()):
+            if any(each.rank == shard.rank for each in parity.spec.summands):
+                for each in parity.spec.summands:
+                    copies = job.copies.get(step, {}).get(each.rank, {})
+                    live = [
+                        h for h, c in copies.items() if self.state.hosts.is_live(h) and c.spec.digest == each.digest
+                    ]
+                    if live:
+                        found[each.rank] = min(live, key=lambda h: (len(copies[h].missing), h))
+        return tuple(ShardHost(rank, host) for rank, host in sorted(found.items()) if rank != shard.rank)
 
     def _plan_at(self, host: str, job: Job, attempt: Attempt, only: StepId | None, world_size: int) -> RecoveryPlan:
         """Return the plan to bring all ranks' shards to one host; none for another world size (R27)."""

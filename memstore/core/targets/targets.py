@@ -6,7 +6,7 @@ these hosts, `repair.py` for how copies get there.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import cast
 
 from msgspec.structs import replace
@@ -18,9 +18,13 @@ from memstore.core.cluster.state import ClusterState
 from memstore.core.targets.drain import Drains
 from memstore.core.targets.shared_shards import SharedShards
 from memstore.core.wire.orders import HostAddress, HostNews, PushTargets, RankTargets
+from memstore.core.wire.peer_messages import ShardHost
 from placement.groups import Placement, Strategy
+from placement.parity_sets import parity_groups, parity_sets
 from placement.scatter import scattered
 from placement.topology import levels_of, spread_level
+from recovery.inventory import StepId
+from recovery.parity import ParitySet
 from recovery.planner import RecoveryPlan
 
 
@@ -35,7 +39,7 @@ class PeerHostLookup:
         """As `ClusterView.peer_hosts`."""
         attempt, hosts = self._attempt, self._view.state.hosts
         member = attempt.members.get(rank)
-        if member is None or attempt.writers or not hosts.is_live(member.host_id):
+        if member is None or attempt.writers or attempt.parity_sets or not hosts.is_live(member.host_id):
             return self._view.peer_hosts(self._job, attempt, rank)  # it depends on the rank, not on its host alone
         key = member.host_id, rank % attempt.scatter
         if key not in self._found:
@@ -148,9 +152,14 @@ class ClusterView:
                 return next((h for h in live if h in placed), None) or self._substitute_for(job, live[0])
         return member.host_id if member is not None else ""
 
-    def wanted(self, job: Job, attempt: Attempt, rank: int) -> list[str]:
-        """Return the hosts that are to hold a rank's shard: its owner, and its targets or other writers' (R34)."""
+    def wanted(self, job: Job, attempt: Attempt, rank: int, step: StepId | None = None) -> list[str]:
+        """Return the hosts that are to hold a rank's shard: its owner, and its targets or other writers' (R34).
+
+        Only its owner, if the shard is added into other ranks' parity: at a step, or at the next one.
+        """
         placement, owner = self.placement(job), self.owner_host(job, attempt, rank)
+        if rank in (job.parity_sets(step) if step is not None else attempt.parity_sets):
+            return [owner]
         targets = placement.targets_of(owner, rank) if placement is not None else ()
         return [owner, *self.shared_shards.targets(job, attempt, rank, owner, targets)]
 
@@ -158,6 +167,26 @@ class ClusterView:
         """Return the hosts that are to hold a rank's shard besides the rank's own."""
         member = attempt.members.get(rank)
         return [h for h in self.wanted(job, attempt, rank) if member is None or h != member.host_id]
+
+    def parity_sets(self, job: Job, attempt: Attempt, needs: Sequence[int]) -> dict[int, ParitySet]:
+        """Return the sets of ranks whose shards are to be added into one another's parity, by rank.
+
+        None where ranks share shards, and none in which no shard has two chunks: a copy is cheap, and quick.
+
+        Args:
+            job: The job.
+            attempt: Its newest attempt.
+            needs: The slots of one version, by rank.
+        """
+        placement = self.placement(job)
+        if not attempt.parity or attempt.shard_of or placement is None:
+            return {}
+        ranks_of: dict[str, list[int]] = {}
+        for rank, member in attempt.members.items():
+            ranks_of.setdefault(member.host_id, []).append(rank)
+        groups = parity_groups(self.state.hosts.topology(sorted(ranks_of)), placement.level, attempt.parity)
+        found = [ranks for ranks in parity_sets(groups, ranks_of) if max(needs[rank] for rank in ranks) > 1]
+        return {rank: ranks for ranks in found for rank in ranks}
 
     def _substitute_for(self, job: Job, leaving: str) -> str:
         """Return a staying host to replace one that is to go; one that has its copies already, if there is one."""
@@ -197,8 +226,10 @@ class ClusterView:
         lookup = PeerHostLookup(self, job, attempt)
         found = self.shared_shards.rows(attempt, lookup.peer_hosts)
         for rank, member in attempt.members.items():
-            if rank % attempt.scatter and rank not in attempt.writers:
-                row = RankTargets(rank, tuple(lookup.peer_hosts(rank)), ())
+            ranks = attempt.parity_sets.get(rank, ())
+            if ranks or (rank % attempt.scatter and rank not in attempt.writers):
+                members = tuple(ShardHost(each, attempt.members[each].host_id) for each in ranks)
+                row = RankTargets(rank, tuple(lookup.peer_hosts(rank)), (), members)
                 found.setdefault(member.host_id, []).append(row)
         return found
 

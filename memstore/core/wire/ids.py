@@ -12,7 +12,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from memstore.core.wire.codec import Row
-from recovery.inventory import Copy, ShardId, ShardSpec, SliceRef, SliceUse, StepId
+from recovery.inventory import Copy, ShardId, ShardSpec, SliceRef, SliceUse, StepId, Summand
 
 UNSIGNED_LIMIT = 1 << 62
 """Every attempt, step, rank, size and count is below this, as in manifests."""
@@ -62,22 +62,31 @@ Endpoints = Annotated[
 
 
 class WireShard(Row, frozen=True):
-    """A rank's shard of a step."""
+    """A rank's shard of a step, or the parity that the rank's host keeps."""
 
     job: Name
     attempt: Unsigned
     step: Unsigned
     rank: Unsigned
+    is_parity: bool = False
 
     @classmethod
     def of(cls, shard: ShardId) -> WireShard:
         """Return the row of a shard id."""
-        return cls(shard.job, shard.attempt, shard.step, shard.rank)
+        return cls(shard.job, shard.attempt, shard.step, shard.rank, shard.is_parity)
 
     @property
     def id(self) -> ShardId:
         """Return the shard id."""
-        return ShardId(self.job, self.attempt, self.step, self.rank)
+        return ShardId(self.job, self.attempt, self.step, self.rank, self.is_parity)
+
+
+class WireSummand(Row, frozen=True):
+    """A shard that is added into parity."""
+
+    rank: Unsigned
+    digest: Digest
+    nbytes: Unsigned
 
 
 class WireSpec(Row, frozen=True):
@@ -88,16 +97,19 @@ class WireSpec(Row, frozen=True):
     chunk_bytes: Unsigned
     chunks_count: Unsigned
     world_size: Unsigned
+    summands: tuple[WireSummand, ...] = ()
 
     @classmethod
     def of(cls, spec: ShardSpec) -> WireSpec:
         """Return the row of a spec."""
-        return cls(spec.digest, spec.nbytes, spec.chunk_bytes, spec.chunks_count, spec.world_size)
+        summands = tuple(WireSummand(each.rank, each.digest, each.nbytes) for each in spec.summands)
+        return cls(spec.digest, spec.nbytes, spec.chunk_bytes, spec.chunks_count, spec.world_size, summands)
 
     @property
     def spec(self) -> ShardSpec:
         """Return the spec."""
-        return ShardSpec(self.digest, self.nbytes, self.chunk_bytes, self.chunks_count, self.world_size)
+        summands = tuple(Summand(each.rank, each.digest, each.nbytes) for each in self.summands)
+        return ShardSpec(self.digest, self.nbytes, self.chunk_bytes, self.chunks_count, self.world_size, summands)
 
 
 class WireCopy(Row, frozen=True):

@@ -20,6 +20,7 @@ from memstore.core.wire.ids import (
     WireStep,
     WireUses,
 )
+from memstore.core.wire.peer_messages import ParityOf, ShardHost
 
 # -- the journal (R16) --------------------------------------------------------------------------------
 
@@ -94,6 +95,8 @@ class RankTargets(Row, frozen=True):
     targets: tuple[str, ...]
     other_writers: tuple[Unsigned, ...]
     """Ranks that write the same."""
+    parity_set: tuple[ShardHost, ...] = ()
+    """The ranks on whose hosts its shard is added into parity, with its own; none: it is not."""
 
 
 class PushTargets(Message, frozen=True, tag="targets"):
@@ -130,6 +133,8 @@ class PushCopy(Message, frozen=True, tag="push"):
     shard: WireShard
     digest: Digest
     target: str
+    parity: ParityOf | None = None
+    """The parity there that it is to be added into; None: the target is to have a copy."""
 
 
 class FreeCopies(Message, frozen=True, tag="free"):
@@ -199,14 +204,25 @@ class DurablePlace(Part, frozen=True):
     """Of the slices of the shard that is read, in their order; none: all are whole."""
 
 
+OWN_PARITY = ".parity"
+"""Names the parity of the host that a shard is brought to among its sources; no host has this name."""
+
+
 class Run(Row, frozen=True):
     """Chunks of a shard that the plan takes from one source."""
 
-    tier: Literal["local", "peer", "durable"]
+    tier: Literal["local", "peer", "parity", "durable"]
     source: str | None
-    """A host; None: durable storage."""
+    """A host; None: durable storage. One with parity decodes them."""
     first: Unsigned
     count: Unsigned
+    stride: Positive = 1
+    """From one chunk to the next."""
+
+    @property
+    def chunks(self) -> range:
+        """Return the chunks."""
+        return range(self.first, self.first + self.count * self.stride, self.stride)
 
 
 class ChunkRange(Row, frozen=True):
@@ -233,9 +249,12 @@ class Bring(Message, frozen=True, tag="bring"):
     runs: tuple[Run, ...]
     reader: str
     """The nonce of the reading process; "": it is not known, or there is none."""
-    use: Literal["get", "read", "repair"]
+    use: Literal["get", "read", "repair", "store"]
     """A get of all ranks: every chunk is digested where it lies, and the rank compares `into=` with it, before it is
-    reported (R23). A read, whose reader digests (R27). Or what a reader found damaged, or could not fetch."""
+    reported (R23). A read, whose reader digests (R27). What a reader found damaged, or could not fetch. Or the host is
+    to have a copy, which nobody reads."""
+    others: tuple[ShardHost, ...] = ()
+    """Where the other shards of its parity set are, if chunks are to be decoded."""
 
 
 # -- durable storage (R31) ----------------------------------------------------------------------------

@@ -4,14 +4,16 @@ A connection carries one request at a time: a CALL frame, answered by a REPLY fr
 an ERROR frame (`error_message.py`). Chunks travel between the two, in CHUNK frames:
 
     Offer --Done--> ChunkBatch --ChunksLacking--> CHUNK frames, patches last --Done--> ... --> Seal --HasCopy-->
-      '--HasCopy, Refused--> '--Refused-->                                        '--ChunksLacking--> again
+      '--HasCopy, Refused--> '--Refused-->                       of parity also Done--'   '--ChunksLacking--> again
     WholeShard, with all chunks of a small shard --HasCopy, Refused--> or --ChunksLacking--> ChunkBatch ...
     FetchChunks --> CHUNK frames --Done-->
 """
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
+
+from msgspec import Meta
 
 from memstore.core.wire.codec import Decoder, Message, Request, Row
 from memstore.core.wire.ids import ChunkDigest, Digest, Positive, Unsigned, WireShard
@@ -75,12 +77,21 @@ class ManifestFound(Message, frozen=True, tag="manifest_found"):
     manifest: bytes
 
 
+class ParityOf(Row, frozen=True):
+    """The parity that chunks are added into: of this rank's host, in this set of ranks, of 2k + 1 at most."""
+
+    rank: Unsigned
+    ranks: Annotated[tuple[Unsigned, ...], Meta(min_length=3, max_length=125, description="a parity set")]
+
+
 class IncomingRequest(Request[R], Generic[R], frozen=True, kw_only=True):
     """The base of what concerns a shard that a peer sends here."""
 
     shard: WireShard
     sender: str
     """The host that sends it: the one that proved to be the peer."""
+    parity: ParityOf | None = None
+    """The shard is added into parity here; None: a copy of it is made."""
 
 
 class Offer(IncomingRequest[Done | HasCopy | Refused], frozen=True, tag="offer"):
@@ -99,8 +110,11 @@ class ChunkBatch(IncomingRequest[Done | Refused], frozen=True, tag="chunks"):
     chunks: tuple[OfferedChunk, ...]
 
 
-class Seal(IncomingRequest[HasCopy | ChunksLacking | Refused], frozen=True, tag="seal"):
-    """Make a copy of the incoming replica: its manifest names the chunks (R7, R14)."""
+class Seal(IncomingRequest[HasCopy | ChunksLacking | Done | Refused], frozen=True, tag="seal"):
+    """Make a copy of the incoming replica: its manifest names the chunks (R7, R14).
+
+    Done: the shard is in the parity, and those of other ranks are still to come.
+    """
 
     manifest: bytes
 
@@ -117,6 +131,13 @@ class Abort(IncomingRequest[Done], frozen=True, tag="abort"):
     """Give the incoming replica up."""
 
 
+class ShardHost(Row, frozen=True):
+    """A host with a copy of the shard of a rank, at the same step."""
+
+    rank: Unsigned
+    host: str
+
+
 class FetchManifest(Request[ManifestFound], frozen=True, tag="fetch_manifest"):
     """Ask for the manifest of a shard."""
 
@@ -130,6 +151,8 @@ class FetchChunks(Request[Done], frozen=True, tag="fetch_chunks"):
     shard: WireShard
     digest: Digest
     chunks: tuple[Unsigned, ...]
+    others: tuple[ShardHost, ...] = ()
+    """Where the other shards of its parity set are: a holder that has parity of it decodes the chunks."""
 
 
 class Verify(Request[ChunksLacking], frozen=True, tag="verify"):

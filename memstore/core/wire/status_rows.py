@@ -293,6 +293,7 @@ class AttemptStatus(Part, frozen=True):
     short: list[ShortRow]
     short_s: float | None
     replicas: Unsigned
+    parity: Unsigned
     keep_steps: Unsigned
     in_flight: Unsigned
     in_flight_lack: str

@@ -327,4 +327,5 @@ def open_store(folder: Path, *, chunk_bytes: int, limit: Limit) -> HostStore:
         is_alive=is_alive,
         lock=threading.RLock(),
         room_lock=threading.Lock(),
+        parity_lock=threading.Lock(),
     )

@@ -41,7 +41,7 @@ from memstore.core.holder.puts import seal
 from memstore.core.schedule import take_turn
 from memstore.core.wire.codec import Request
 from memstore.core.wire.orders import DurablePlace, Lineage
-from memstore.core.wire.peer_messages import WholeShard
+from memstore.core.wire.peer_messages import ParityOf, ShardHost, WholeShard
 from memstore.core.wire.rank_messages import HolderEvent, PutReady, SlotSample, Welcome
 from memstore.core.wire.replies import HostVerified
 from memstore.core.wire.reports import MarkersFound
@@ -54,6 +54,7 @@ from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.holder.send_gate import SendGate
 from memstore.shell.peer.client import PeerClient, RateLimit
 from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
+from memstore.shell.peer.parity import ParityServer
 from memstore.shell.threads import OwnThreads, await_ended, lower_thread_priority
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, SliceRef, StepId
 
@@ -116,7 +117,9 @@ class BlockingIo:
         calls: Calls,
         trained: TrainedSteps,
         scrubber: Scrubber,
+        parity: ParityServer,
     ) -> None:
+        self.parity = parity
         self.context, self.replicas, self._changed = context, context.replicas, context.changed
         self.connections, self.send_gate, self.calls = connections, send_gate, calls
         self.trained, self.scrubber, self.meter = trained, scrubber, PutMeter()
@@ -271,16 +274,22 @@ class BlockingIo:
             return cast(PeerClient, peer).call(request, timeout_s=limit_s)
 
     async def send_chunks(
-        self, peer: holder_io.Peer, source: PushSource, chunks: Sequence[int], *, base: Sequence[bytes], is_repair: bool
+        self,
+        peer: holder_io.Peer,
+        source: PushSource,
+        chunks: Sequence[int],
+        *,
+        base: Sequence[bytes],
+        is_repair: bool,
+        parity: ParityOf | None = None,
     ) -> None:
         """As in HolderIo."""
         shipment = cast(OutgoingReplica, source)
         with self._released():
             gate = None if is_repair else self.send_gate.sending(shipment)
             throttle = self._repair_limit if is_repair else None
-            cast(PeerClient, peer).send_chunks(
-                shipment, chunks, base=base, sender=self.context.host_id, throttle=throttle, gate=gate
-            )
+            sender, to = self.context.host_id, cast(PeerClient, peer)
+            to.send_chunks(shipment, chunks, base=base, sender=sender, throttle=throttle, gate=gate, parity=parity)
 
     async def send_whole(
         self, peer: holder_io.Peer, source: PushSource, request: WholeShard, *, is_repair: bool
@@ -293,11 +302,23 @@ class BlockingIo:
             return cast(PeerClient, peer).send_whole(shipment, request, throttle=throttle, gate=gate)
 
     async def receive_chunks(
-        self, peer: holder_io.Peer, replica: IncomingReplica, digest: str, chunks: Sequence[int]
+        self,
+        peer: holder_io.Peer,
+        replica: IncomingReplica,
+        digest: str,
+        chunks: Sequence[int],
+        others: tuple[ShardHost, ...] = (),
     ) -> list[int]:
         """As in HolderIo."""
         with self._released():
-            return cast(PeerClient, peer).fetch_into(self.replicas, replica, digest, chunks)
+            return cast(PeerClient, peer).fetch_into(self.replicas, replica, digest, chunks, others)
+
+    async def decode_chunks(
+        self, replica: IncomingReplica, digest: str, chunks: Sequence[int], others: tuple[ShardHost, ...]
+    ) -> list[int]:
+        """As in HolderIo."""
+        with self._released():
+            return self.parity.decode_into(replica, digest, chunks, others)
 
     # -- durable storage ------------------------------------------------------------------------
 

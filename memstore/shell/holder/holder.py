@@ -61,6 +61,7 @@ from memstore.shell.net.tls import Tls
 from memstore.shell.peer.chunk_frames import Damage
 from memstore.shell.peer.client import PeerClient
 from memstore.shell.peer.outgoing_shard import OutgoingShards
+from memstore.shell.peer.parity import ParityServer
 from memstore.shell.peer.server import PeerServer
 from memstore.shell.threads import RankPriority
 from recovery.inventory import Copy, ShardId
@@ -206,13 +207,23 @@ class Holder:
         context = self.context
         self.trained, self.scrubber = TrainedSteps(), Scrubber(context)
         self.send_gate = SendGate(self.folder)
-        self.io = BlockingIo(context, RankConnections(context), self.send_gate, self.calls, self.trained, self.scrubber)
+        parity = ParityServer(
+            self.replicas,
+            context.host_id,
+            is_fenced=self.fences.is_fenced,
+            on_sealed=self._copy_sealed,
+            damage=self.damage,
+            reach=self.peers.peer,
+        )
+        connections = RankConnections(context)
+        self.io = BlockingIo(context, connections, self.send_gate, self.calls, self.trained, self.scrubber, parity)
         self.ranks = RankServer(context, self.io, self.calls, self.send_gate, self.trained, self.damage)
         self.peer_server = PeerServer(
             self.replicas,
             context.host_id,
             is_fenced=self.fences.is_fenced,
             on_sealed=self._copy_sealed,
+            parity=parity,
             before_offer=self._before_offer,
             damage=self.damage,
         )
@@ -360,7 +371,7 @@ class Holder:
             scrub=self.scrubber.found_count,
             limit_why=self.limit_words[0],
             limit_warning=self.warnings,
-            received_bytes=self.peer_server.received_bytes,
+            received_bytes=self.peer_server.received_bytes + self.peer_server.parity.received_bytes,
             short_of_room=self.sessions.facts.problem or self.replicas.manifests.problem,
             behind_ranks=self.priority.behind,
         )

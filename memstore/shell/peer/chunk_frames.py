@@ -117,7 +117,7 @@ def receive_run(
         CapacityError: From `take`.
         MemstoreError: The peer's own error, if that came instead.
     """
-    sizes = receive_head(channel, replicas, len(indices), timeout_s=timeout_s).sizes
+    sizes = receive_head(channel, len(indices), replicas.chunk_bytes, timeout_s=timeout_s).sizes
     return receive_bulk(channel, replicas, replica, indices, sizes, take=take, damage=damage, timeout_s=timeout_s)
 
 
@@ -151,8 +151,8 @@ def receive_bulk(
     return ReceivedRun(len(sizes), lacking, sum(size for _, _, size, _ in arrived))
 
 
-def receive_head(channel: Channel, replicas: Store, count: int, *, timeout_s: float) -> ChunkRun:
-    """Return what the next frame names; ProtocolError unless it is 1 to `count` chunks that fit slots and its bulk."""
+def receive_head(channel: Channel, count: int, chunk_bytes: int = BULK_BYTES_MAX, *, timeout_s: float) -> ChunkRun:
+    """Return what the next frame names; ProtocolError unless it is 1 to `count` chunks of this size, and its bulk."""
     frame = channel.recv(timeout_s=timeout_s)
     if frame.kind is Kind.ERROR and not frame.bulk_bytes:
         raise decode_error(frame.data).rebuilt()
@@ -162,9 +162,8 @@ def receive_head(channel: Channel, replicas: Store, count: int, *, timeout_s: fl
     sizes, bulk_bytes = run.sizes, sum(run.sizes)
     if not 0 < len(sizes) <= count:
         raise ProtocolError(f"{channel.peer}: a run of {len(sizes)} chunks where up to {count} were due")
-    if bulk_bytes != frame.bulk_bytes or max(sizes) > replicas.chunk_bytes:
+    if bulk_bytes != frame.bulk_bytes or max(sizes) > chunk_bytes:
         raise ProtocolError(
-            f"{channel.peer}: {frame.bulk_bytes} bytes of chunks of at most {replicas.chunk_bytes}, "
-            f"it names {sizes[:64]}"
+            f"{channel.peer}: {frame.bulk_bytes} bytes of chunks of at most {chunk_bytes}, it names {sizes[:64]}"
         )
     return run

@@ -24,13 +24,30 @@ from memstore.core.wire.error_message import decode_error
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import Identity
 from memstore.core.wire.ids import Endpoint, WireShard
-from memstore.core.wire.peer_messages import ChunksLacking, FetchChunks, HasCopy, Refused, WholeShard, decode_lacking
+from memstore.core.wire.peer_messages import (
+    ChunksLacking,
+    FetchChunks,
+    HasCopy,
+    ParityOf,
+    Refused,
+    ShardHost,
+    WholeShard,
+    decode_lacking,
+)
 from memstore.errors import PeerRefused, PeerTimeout, PeerUnreachable, ProtocolError
 from memstore.shell.net.channel import BulkGate, Channel, Pacing
 from memstore.shell.net.host_networks import HostNetworks
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.tls import Tls
-from memstore.shell.peer.chunk_frames import RUN_BYTES, SLOW_RUN_BYTES, Damage, receive_run, runs, send_run
+from memstore.shell.peer.chunk_frames import (
+    RUN_BYTES,
+    SLOW_RUN_BYTES,
+    Damage,
+    receive_head,
+    receive_run,
+    runs,
+    send_run,
+)
 from memstore.shell.peer.outgoing_shard import OutgoingReplica
 from memstore.shell.peer.patches import offer_of, patch_runs
 from memstore.shell.threads import await_ended, lower_thread_priority
@@ -205,6 +222,7 @@ class PeerClient:
         sender: str,
         throttle: Throttle | None,
         gate: BulkGate | None = None,
+        parity: ParityOf | None = None,
     ) -> None:
         """Send those of a shard's chunks that the peer lacks, over several streams. PeerRefused, TransportError.
 
@@ -215,8 +233,9 @@ class PeerClient:
             sender: This host.
             throttle: Called with the bytes of each run, to wait before it; None: they may go at once.
             gate: Lets a run's bytes out in parts.
+            parity: The parity that they are added into; None: they make a copy.
         """
-        send = functools.partial(self._send_batch, shipment, base, sender, throttle, gate)
+        send = functools.partial(self._send_batch, shipment, base, sender, throttle, gate, parity)
         if gate is None:
             self.over_streams(batches(chunks, self._streams), send, before=shipment.digests)
         else:  # one stream sends at a time, and its waits must not block others
@@ -249,9 +268,10 @@ class PeerClient:
         sender: str,
         throttle: Throttle | None,
         gate: BulkGate | None,
+        parity: ParityOf | None,
         batch: list[int],
     ) -> None:
-        request, blocks = offer_of(shipment, base, sender, batch)
+        request, blocks = offer_of(shipment, base, sender, batch, parity)
 
         def send(channel: Channel) -> None:
             request_id = next_request_id()
@@ -289,8 +309,34 @@ class PeerClient:
 
     # -- fetch --------------------------------------------------------------------------------
 
-    def fetch_into(self, replicas: Store, replica: IncomingReplica, digest: str, want: Sequence[int]) -> list[int]:
+    def fetch_bytes(self, request: FetchChunks) -> list[bytearray]:
+        """Return chunks of a shard that the peer has, empty for one that it lacks. IntegrityError, TransportError."""
+
+        def fetch(channel: Channel) -> list[bytearray]:
+            found: list[bytearray] = []
+            request_id = next_request_id()
+            channel.send(Kind.CALL, request_id, request, deadline_s=CALL_TIMEOUT_S)
+            while len(found) < len(request.chunks):
+                sizes = receive_head(channel, len(request.chunks) - len(found), timeout_s=CALL_TIMEOUT_S).sizes
+                data = [bytearray(nbytes) for nbytes in sizes]
+                channel.recv_bulk_digests([(memoryview(each),) for each in data if each], [], timeout_s=CALL_TIMEOUT_S)
+                found += data
+            channel.recv(timeout_s=CALL_TIMEOUT_S)
+            return found
+
+        return self._converse(fetch)
+
+    def fetch_into(
+        self,
+        replicas: Store,
+        replica: IncomingReplica,
+        digest: str,
+        want: Sequence[int],
+        others: tuple[ShardHost, ...] = (),
+    ) -> list[int]:
         """Pull chunks into a replica over several streams; return the indices that came damaged or not at all.
+
+        Where the peer has parity of the shard it decodes them, with what the hosts of the `others` have.
 
         Raises:
             IntegrityError: the peer does not hold the shard.
@@ -298,17 +344,19 @@ class PeerClient:
             CapacityError: no room here.
         """
         bad: list[int] = []
-        fetch = functools.partial(self._fetch_batch, replicas, replica, digest)
+        fetch = functools.partial(self._fetch_batch, replicas, replica, digest, others)
         self.over_streams(batches(want, self._streams), lambda batch: bad.extend(fetch(batch)))
         return bad
 
-    def _fetch_batch(self, replicas: Store, replica: IncomingReplica, digest: str, batch: list[int]) -> list[int]:
+    def _fetch_batch(
+        self, replicas: Store, replica: IncomingReplica, digest: str, others: tuple[ShardHost, ...], batch: list[int]
+    ) -> list[int]:
         """Return the indices that came damaged or not at all."""
 
         def fetch(channel: Channel) -> list[int]:
             bad: list[int] = []
             want = [i for i in batch if replica.slots[i] is None]
-            request = FetchChunks(shard=WireShard.of(replica.shard), digest=digest, chunks=tuple(want))
+            request = FetchChunks(shard=WireShard.of(replica.shard), digest=digest, chunks=tuple(want), others=others)
             request_id = next_request_id()
             channel.send(Kind.CALL, request_id, request, deadline_s=CALL_TIMEOUT_S)
             while want:

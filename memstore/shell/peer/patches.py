@@ -18,7 +18,7 @@ from memstore.core.arena.replica_store import Store
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.send_gate import block_bytes, may_pay, pays, sampled
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.peer_messages import ChunkBatch, OfferedChunk
+from memstore.core.wire.peer_messages import ChunkBatch, OfferedChunk, ParityOf
 from memstore.errors import ProtocolError
 from memstore.shell.net.channel import Channel
 from memstore.shell.peer.chunk_frames import SLOW_RUN_BYTES, Damage, ReceivedRun, receive_head, runs
@@ -29,7 +29,7 @@ SAMPLED_BYTES = 64  # of a sampled block
 
 
 def offer_of(
-    shipment: OutgoingReplica, base: Sequence[bytes], sender: str, batch: Sequence[int]
+    shipment: OutgoingReplica, base: Sequence[bytes], sender: str, batch: Sequence[int], parity: ParityOf | None
 ) -> tuple[ChunkBatch, dict[int, Blocks]]:
     """Return the announcement of a shard's chunks; and of those which differ in few blocks from the chunk in their
     place in `base`, digests, these blocks. Of a step that was dropped no chunk is here any more.
@@ -44,7 +44,8 @@ def offer_of(
         if blocks is not None:
             found[index] = blocks
         chunks.append(OfferedChunk(index, digest, nbytes, None if blocks is None else old))
-    return ChunkBatch(shard=WireShard.of(shipment.shard), sender=sender, chunks=tuple(chunks)), found
+    batch_of = WireShard.of(shipment.shard)
+    return ChunkBatch(shard=batch_of, sender=sender, parity=parity, chunks=tuple(chunks)), found
 
 
 def differing(new: memoryview, base: memoryview) -> Blocks | None:
@@ -131,7 +132,7 @@ def receive_patches(
     Arguments and errors are those of `receive_run`; `offered` has the base of each chunk. A base that was dropped
     meanwhile leaves its chunk lacking; so does a bad one, which is taken out and reported as the scrub does it.
     """
-    run = receive_head(channel, replicas, len(indices), timeout_s=timeout_s)
+    run = receive_head(channel, len(indices), replicas.chunk_bytes, timeout_s=timeout_s)
     if len(run.masks) != len(run.sizes):
         raise ProtocolError(f"{channel.peer}: a run of {len(run.sizes)} patches has {len(run.masks)} masks")
     due = [

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,6 +29,7 @@ from memstore.core.wire.peer_messages import (
     IncomingRequest,
     ManifestFound,
     Offer,
+    ParityOf,
     PeerRequest,
     Ping,
     Refused,
@@ -47,6 +48,7 @@ from memstore.errors import (
 )
 from memstore.shell.net.channel import Channel
 from memstore.shell.peer.chunk_frames import Damage, receive_bulk, receive_run, runs, send_run
+from memstore.shell.peer.parity import ParityServer
 from memstore.shell.peer.patches import receive_patches
 from memstore.shell.threads import lower_thread_priority
 from recovery.inventory import Copy, ShardId
@@ -80,6 +82,7 @@ class PeerServer:
         *,
         is_fenced: Callable[[str, int], bool],
         on_sealed: Callable[[Copy], None],
+        parity: ParityServer,
         before_offer: Callable[[ShardId], None] = lambda shard: None,
         damage: Damage | None = None,
     ) -> None:
@@ -93,7 +96,7 @@ class PeerServer:
         self.life_of: dict[Channel, set[Channel]] = {}
         self.lock = threading.Lock()
         self.received_bytes = 0
-        self.damage = damage or Damage()
+        self.damage, self.parity = damage or Damage(), parity
 
     def serve(self, channel: Channel, identity: HolderIdentity) -> None:
         """Answer requests until the peer goes away; its incoming replicas go with its last connection (R13)."""
@@ -149,6 +152,14 @@ class PeerServer:
 
     def _reply(self, channel: Channel, request_id: int, request: PeerRequest, is_reader: bool) -> Message:
         match request:
+            case ChunkBatch(parity=ParityOf() as of):
+                return self.parity.chunks(channel, request_id, request, of)
+            case Offer(parity=ParityOf() as of):
+                return self.parity.offer(request, of)
+            case Seal(parity=ParityOf() as of):
+                return self.parity.seal(request, of)
+            case Abort(parity=ParityOf()):
+                return Done()  # what was added stays: the shard may be sent again
             case ChunkBatch():
                 return self._chunks(channel, request_id, request)
             case Offer():
@@ -355,6 +366,7 @@ class PeerServer:
 
     def give_up_idle(self) -> None:
         """Free the incoming replicas of silent senders, so that they keep no room for ever (R13)."""
+        self.parity.give_up_idle()
         late_s = self.replicas.clock.monotonic() - INCOMING_IDLE_S
         self._give_up(lambda key, incoming: incoming.last_frame_s < late_s and not incoming.receiving)
 
@@ -376,7 +388,17 @@ class PeerServer:
             raise IntegrityError(f"{self.host_id} does not hold {request.shard.id} {request.digest}")
         return pinned
 
+    def _has_copy(self, request: FetchManifest | FetchChunks | Verify, chunks: Sequence[int] = ()) -> bool:
+        """Return whether there is a copy here, and nothing that it could have from its parity here."""
+        shard, digest = request.shard.id, request.digest
+        copy = self.replicas.index.find(shard, digest)
+        if copy is None or copy.missing.isdisjoint(chunks):
+            return copy is not None
+        return not self.parity.has_parity_of(shard, digest)
+
     def _manifest(self, request: FetchManifest) -> ManifestFound:
+        if not self._has_copy(request):
+            return ManifestFound(manifest=self.replicas.manifest_in_parity(request.shard.id, request.digest))
         stored, pin = self._pinned(request)
         try:
             return ManifestFound(manifest=self.replicas.manifest(stored))
@@ -385,6 +407,8 @@ class PeerServer:
 
     def _verify(self, request: Verify) -> ChunksLacking:
         """Check a replica after a peer got damaged bytes or none, or chunks that a rank is to fetch (R23, R25)."""
+        if not self._has_copy(request) and self.parity.has_parity_of(request.shard.id, request.digest):
+            return self.parity.verify(request.shard.id, request.digest)
         stored, pin = self._pinned(request)
         try:
             missing = self.replicas.verify(stored, map, request.chunks and frozenset(request.chunks))
@@ -395,7 +419,12 @@ class PeerServer:
         return ChunksLacking(chunks=tuple(missing))
 
     def _fetch(self, channel: Channel, request_id: int, request: FetchChunks, is_reader: bool) -> Done:
-        """Send chunks from where they lie; the receiver checks every digest after they left (R7)."""
+        """Send chunks from where they lie, or decoded; the receiver checks every digest after they left (R7)."""
+        if request.others and not self._has_copy(request, request.chunks):
+            for decoded in self.parity.decode(request):
+                views = [memoryview(data) if data else None for data in decoded]
+                send_run(channel, request_id, views, timeout_s=CHUNK_TIMEOUT_S)
+            return Done()
         stored, pin = self._pinned(request, is_reader=is_reader)
         try:
             want = request.chunks

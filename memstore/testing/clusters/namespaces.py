@@ -224,8 +224,16 @@ class NamespaceRig:
 
     def sent_bytes(self, host: str, device: str = "eth0") -> int:
         """Return how many bytes have left a host so far, by the counter of a network device of its."""
+        return self._counters(host, device)[8]
+
+    def received_bytes(self, host: str, device: str = "eth0") -> int:
+        """Return how many bytes have come to a host so far, by the counter of a network device of its."""
+        return self._counters(host, device)[0]
+
+    def _counters(self, host: str, device: str) -> list[int]:
         lines = Path(f"/proc/{self._keepers[host].pid}/net/dev").read_text(encoding="ascii").splitlines()
-        return int(next(line for line in lines if line.strip().startswith(f"{device}:")).split(":")[1].split()[8])
+        line = next(line for line in lines if line.strip().startswith(f"{device}:"))
+        return [int(count) for count in line.split(":")[1].split()]
 
     # -- faults -------------------------------------------------------------------------------
 

@@ -24,9 +24,9 @@ def scratch_store_name(prefix: str = "t") -> str:
     return f"{prefix}-p{os.getpid()}-{secrets.token_hex(4)}"
 
 
-def racks(hosts_count: int) -> dict[str, dict[str, str]]:
-    """Return the labels of hosts h1, h2, ... by turns in two racks."""
-    return {f"h{i + 1}": {"rack": f"r{i % 2 + 1}"} for i in range(hosts_count)}
+def racks(hosts_count: int, racks_count: int = 2) -> dict[str, dict[str, str]]:
+    """Return the labels of hosts h1, h2, ... by turns in some racks."""
+    return {f"h{i + 1}": {"rack": f"r{i % racks_count + 1}"} for i in range(hosts_count)}
 
 
 def maker_pid(name: str) -> int | None:

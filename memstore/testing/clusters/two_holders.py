@@ -1,11 +1,11 @@
-"""Two real holders in this process that know each other, without a controller."""
+"""Some real holders in this process that know each other, without a controller."""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from memstore.config import Config
@@ -21,6 +21,13 @@ ARENA_BYTES = 8 << 20
 @contextlib.contextmanager
 def two_holders(chunk_bytes: int, **fields: Any) -> Iterator[tuple[Holder, Holder]]:
     """Yield the holders of hosts a and b; remove everything of them afterwards."""
+    with some_holders("ab", chunk_bytes, **fields) as (a, b):
+        yield a, b
+
+
+@contextlib.contextmanager
+def some_holders(hosts: Sequence[str], chunk_bytes: int, **fields: Any) -> Iterator[list[Holder]]:
+    """Yield the holders of these hosts; remove everything of them afterwards."""
     config = Config(
         store=scratch_store_name(),
         arena_bytes=ARENA_BYTES,
@@ -32,13 +39,13 @@ def two_holders(chunk_bytes: int, **fields: Any) -> Iterator[tuple[Holder, Holde
     secret = secrets.token_bytes(32)
     holders: list[Holder] = []
     try:
-        for host in ("a", "b"):
+        for host in hosts:
             identity = HostIdentity(host, read_boot_id(), True, {})
             holders.append(Holder(identity, config, secret=secret, arena_limit_bytes=ARENA_BYTES))
         for holder in holders:
             rows = tuple(HostAddress(h.state.info.host_id, h.state.info.endpoints, 1) for h in holders)
             holder.set_view(HostNews(hosts=rows, gone=None, jobs=()))
-        yield holders[0], holders[1]
+        yield holders
     finally:
         for holder in holders:
             holder.close()

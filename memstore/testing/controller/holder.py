@@ -159,7 +159,7 @@ class DirectedRank(SimRank):
         fields = reply_fields(reply, encode(reply))
         if isinstance(answer, CopiedRead):
             shard, digest = decode_manifest(answer.placed.manifest).shard, shard_digest(answer.placed.manifest)
-            fields |= {"shard": list(astuple(shard)), "digest": digest, "bytes": answer.whole}
+            fields |= {"shard": list(astuple(shard))[:4], "digest": digest, "bytes": answer.whole}
         self.answers.setdefault(tag_of(request), []).append(fields)
         if isinstance(reply, Joined):
             self.attempt, self.rank, self.place = reply.attempt, reply.rank, (reply.rank, reply.attempt)

@@ -12,7 +12,10 @@ from memstore.testing.ranks.rank_process import RankNursery, RankProcess, togeth
 
 
 class Fleet:
-    """The launches of one job; `job_fields` are fields of Config, such as replicas."""
+    """The launches of one job.
+
+    `kib` is twice what each rank puts, or one number for each; `job_fields` are fields of Config, such as replicas.
+    """
 
     def __init__(
         self,
@@ -21,7 +24,7 @@ class Fleet:
         *,
         job: str = "train",
         seed: int = 1,
-        kib: int = 256,
+        kib: int | Sequence[int] = 256,
         **job_fields: Any,
     ) -> None:
         self.cluster, self.nursery, self.job, self.seed, self.kib = cluster, nursery, job, seed, kib
@@ -51,7 +54,7 @@ class Fleet:
             "world_size": world_size,
             "config": self.config,
             "seed": self.seed,
-            "nbytes": self.kib * 512,
+            "nbytes": 512 * (self.kib if isinstance(self.kib, int) else self.kib[rank]),
             **options,
         }
 

@@ -27,7 +27,7 @@ from memstore.testing.nemesis.ledger import Ledger, Story
 from memstore.testing.nemesis.load_meter import LoadMeter
 from memstore.testing.nemesis.observers import incomplete
 from memstore.testing.nemesis.record import RecordPart, append, shortened
-from memstore.testing.nemesis.schedule import COMPOSED, draw
+from memstore.testing.nemesis.schedule import COMPOSED, PARITY, draw
 from memstore.testing.ranks.rank import PutRow
 from memstore.testing.ranks.rank_process import RankFailed
 from memstore.testing.ranks.states import compare, make_state, overwrite
@@ -238,8 +238,19 @@ def test_a_seed_draws_the_same_round_again() -> None:
     assert {scenario.shape for scenario in rounds} == {"random", *COMPOSED}
     assert {fault.kind for scenario in rounds for fault in scenario.faults} == played_by("processes")
     assert {scenario.replicas for scenario in rounds} == {1, 2, 3}
-    assert {scenario.world_size for scenario in rounds} == {2, 3, 4, 5}
+    assert {scenario.world_size for scenario in rounds} == {2, 3, 4, 5, 6}
     assert all(len(set(scenario.domains().values())) >= scenario.replicas for scenario in rounds)
+
+
+def test_some_rounds_have_parity() -> None:
+    """Their hosts are each in a domain of its own, so that there are parity sets; a shape asks for it."""
+    rounds = [draw(seed) for seed in range(400)]
+    having = [scenario for scenario in rounds if scenario.parity]
+    assert 400 > len(having) > 0
+    assert {scenario.parity for scenario in having} == {2, 3, 4}
+    for scenario in [*having, draw(1, shape=PARITY)]:
+        assert len(set(scenario.domains().values())) == len(scenario.hosts) >= 3
+        assert (scenario.job_fields["parity"], scenario.job_fields["replicas"]) == (scenario.parity, 2)
 
 
 def test_every_kind_has_its_function() -> None:

@@ -330,7 +330,7 @@ def test_up_prints_the_bill() -> None:
     for given, words in (
         ({"replicas": 3}, "replicas=3, keep_steps=1"),
         ({"durable": "/d"}, "keep_steps=1, durable"),
-        ({"in_flight": 2}, "replicas=2, keep_steps=1, in_flight=2"),
+        ({"in_flight": 2}, "keep_steps=1, in_flight=2"),
     ):
         [line, _] = limit_lines(hosts, Terms.of(given))
         assert "fits a state of 8.3 MiB per host" in line

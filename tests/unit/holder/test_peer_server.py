@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, cast
 
 import pytest
+from parity_hosts import no_parity
 
 from memstore.core.arena.claimed_memory import Limit
 from memstore.core.arena.replica_index import StoredReplica
@@ -74,7 +75,9 @@ def test_two_offers_at_once_share_no_room(
     replicas: ReplicaStore, monkeypatch: pytest.MonkeyPatch, is_reserved: bool
 ) -> None:
     """Room for one shard, offered two: one is admitted and one refused, with a share and without (R10, R13)."""
-    server = PeerServer(replicas, "a", is_fenced=lambda job, attempt: False, on_sealed=lambda copy: None)
+    server = PeerServer(
+        replicas, "a", is_fenced=lambda job, attempt: False, on_sealed=lambda copy: None, parity=no_parity(replicas)
+    )
     if is_reserved:
         replicas.claim("job", PeerShare(1, {}, 2))
     else:
@@ -105,7 +108,9 @@ def test_a_copy_that_is_dropped_while_it_is_verified_is_no_have(
 ) -> None:
     """An offer of a shard that retention drops at that moment is taken as new, and no copy is reported (R13)."""
     reported: list[Any] = []
-    server = PeerServer(replicas, "a", is_fenced=lambda job, attempt: False, on_sealed=reported.append)
+    server = PeerServer(
+        replicas, "a", is_fenced=lambda job, attempt: False, on_sealed=reported.append, parity=no_parity(replicas)
+    )
     shard = ShardId("job", 1, 7, 1)
     replicas.ensure_free(4)
     slots = replicas.take_slots(2)
@@ -138,7 +143,9 @@ class Line:
 
 def test_an_incoming_replica_outlives_the_connection_that_offered_it(replicas: ReplicaStore) -> None:
     """A peer's pushes share its connections; only with the last one its incoming replicas go (R13)."""
-    server = PeerServer(replicas, "a", is_fenced=lambda job, attempt: False, on_sealed=lambda copy: None)
+    server = PeerServer(
+        replicas, "a", is_fenced=lambda job, attempt: False, on_sealed=lambda copy: None, parity=no_parity(replicas)
+    )
     replicas.claim("job", PeerShare(1, {}, 2))
     shard = ShardId("job", 1, 7, 1)
     identity = HolderIdentity(host="b", incarnation=1)

@@ -10,17 +10,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memstore.core.holder import ranks
 from memstore.core.holder.holder_io import HolderIo, Lane, Peer, PushSource, StreamingSource
 from memstore.core.holder.inventory import report_copy
 from memstore.core.holder.state import HolderState, Replication
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.peer_messages import Abort, ChunksLacking, Done, HasCopy, Offer, Ping, Refused, Seal, WholeShard
+from memstore.core.wire.peer_messages import (
+    Abort,
+    ChunksLacking,
+    Done,
+    HasCopy,
+    Offer,
+    ParityOf,
+    Ping,
+    Refused,
+    Seal,
+    WholeShard,
+)
 from memstore.core.wire.reports import PushFailed
 from memstore.errors import DigestMismatch, MemstoreError, PeerRefused, ProtocolError, TransportError
 from recovery.inventory import ShardId
+from recovery.parity import chunks_at
 
 WHOLE_BYTES = 1 << 20  # below it round trips cost more than bytes that the target may have already
 RETRY_S = 0.05
@@ -37,7 +49,19 @@ class Push:
     digest: str
     target: str
     is_repair: bool = False
+    parity: ParityOf | None = None  # the shard is added into parity there; None: a copy of it is made
     fresh: StreamingSource | None = None
+
+    @property
+    def key(self) -> tuple[ShardId, str, bool]:
+        """Return what tells pushes apart."""
+        return self.shard, self.target, self.parity is not None
+
+    def chunks(self, count: int) -> range:
+        """Return the chunks to send of a shard with so many."""
+        if self.parity is None:
+            return range(count)
+        return chunks_at(self.parity.ranks, self.parity.rank, self.shard.rank, count)
 
 
 async def replicate(
@@ -48,18 +72,20 @@ async def replicate(
     The digest is "" while the shard is being digested. A push that is under way already counts for this put too (R15).
     """
     await io.release_sends(shard)
-    targets = state.shared_shards.targets(shard)
-    replication = Replication(shard, set(targets))
-    for push in [Push(shard, digest, target, fresh=fresh) for target in targets]:
-        if begin(state, push, replication):
+    targets, parity = state.shared_shards.targets(shard), state.shared_shards.parity_targets(shard)
+    replication = Replication(shard, {*targets, *parity})  # into parity no put is replicated before it is committed
+    pushes = [Push(shard, digest, target, fresh=fresh) for target in targets]
+    pushes += [Push(shard, digest, target, parity=of, fresh=fresh) for target, of in parity.items()]
+    for push in pushes:
+        if begin(state, push, replication if push.parity is None else None):
             io.start(PUSH, run, state, push)
-    return bool(targets)
+    return bool(pushes)
 
 
 def begin(state: HolderState, push: Push, replication: Replication | None = None) -> bool:
     """Note that a push begins; False if the same one is under way: a put then waits for that push instead."""
-    is_new = (push.shard, push.target) not in state.pushes.under_way
-    waiting = state.pushes.under_way.setdefault((push.shard, push.target), [])
+    is_new = push.key not in state.pushes.under_way
+    waiting = state.pushes.under_way.setdefault(push.key, [])
     waiting += [replication] if replication is not None else []
     if is_new and push.fresh is not None:
         push.fresh.begin()
@@ -77,9 +103,10 @@ async def run(io: HolderIo, state: HolderState, push: Push) -> None:
         await io.unexpected(f"push of {push.shard} to {push.target}", exc)
         why = repr(exc)
     finally:
-        waiting = state.pushes.under_way.pop((push.shard, push.target), [])
+        waiting = state.pushes.under_way.pop(push.key, [])
     if why:
-        state.report(PushFailed(shard=WireShard.of(push.shard), target=push.target, why=why, is_final=is_final))
+        missing = push.shard if push.parity is None else replace(push.shard, rank=push.parity.rank, is_parity=True)
+        state.report(PushFailed(shard=WireShard.of(missing), target=push.target, why=why, is_final=is_final))
         return
     for replication in waiting:
         replication.left.discard(push.target)
@@ -152,9 +179,11 @@ async def _offer(
     """Offer the shard to a peer, a small one with all of its chunks; return what the peer has of it. PeerRefused."""
     shard, sender, count = WireShard.of(push.shard), state.host_id, len(source.sizes)
     reply: Done | HasCopy | ChunksLacking | Refused
-    if sum(source.sizes) > state.limits.whole_bytes:
+    if push.parity is not None or sum(source.sizes) > state.limits.whole_bytes:
         digest = source.digest or None
-        offer = Offer(shard=shard, digest=digest, attempt=attempt, sender=sender, chunks_count=count)
+        offer = Offer(
+            shard=shard, digest=digest, attempt=attempt, sender=sender, chunks_count=count, parity=push.parity
+        )
         reply = await io.call_peer(peer, offer)
     else:
         manifest = await _manifest(io, state, source)
@@ -172,7 +201,7 @@ async def _offer(
 async def _abort(io: HolderIo, state: HolderState, push: Push, peer: Peer) -> None:
     """Have a peer free what it has of the shard; if that does not reach it, it gives the copy up itself, later."""
     with contextlib.suppress(TransportError):
-        await io.call_peer(peer, Abort(shard=WireShard.of(push.shard), sender=state.host_id))
+        await io.call_peer(peer, Abort(shard=WireShard.of(push.shard), sender=state.host_id, parity=push.parity))
 
 
 async def _send_and_seal(
@@ -187,9 +216,9 @@ async def _send_and_seal(
 
     What was begun at the peer is aborted if that fails.
     """
-    every, rounds = range(len(source.sizes)), 0
+    every, rounds = push.chunks(len(source.sizes)), 0
     try:
-        while not isinstance(reply, HasCopy):
+        while not isinstance(reply, HasCopy) and not (rounds and isinstance(reply, Done)):
             if isinstance(reply, Refused):
                 raise PeerRefused(reply.why, is_final=reply.is_final)
             wanted: Sequence[int] = every
@@ -202,11 +231,12 @@ async def _send_and_seal(
             if rounds == SEAL_ROUNDS_MAX:
                 why = f"{len(wanted)} chunks arrived damaged or found no room {SEAL_ROUNDS_MAX} times"
                 raise PeerRefused(why, is_final=True)
-            base = () if rounds or push.is_repair else base_of(state, push)  # what was refused as a patch comes whole
+            is_whole = rounds or push.is_repair or push.parity is not None  # what was refused as a patch comes whole
+            base = () if is_whole else base_of(state, push)
             rounds += 1
-            await io.send_chunks(peer, source, wanted, base=base, is_repair=push.is_repair)
+            await io.send_chunks(peer, source, wanted, base=base, is_repair=push.is_repair, parity=push.parity)
             manifest = await _manifest(io, state, source)
-            seal = Seal(shard=WireShard.of(push.shard), sender=state.host_id, manifest=manifest)
+            seal = Seal(shard=WireShard.of(push.shard), sender=state.host_id, manifest=manifest, parity=push.parity)
             reply = await io.call_peer(peer, seal)
     except MemstoreError:
         await _abort(io, state, push, peer)
@@ -220,7 +250,7 @@ def base_of(state: HolderState, push: Push) -> Sequence[bytes]:
     """
     shard, under_way = push.shard, state.pushes.under_way
     with state.store.lock:
-        here = [each for each in state.store.index.shards.values() if (each.shard, push.target) not in under_way]
+        here = [each for each in state.store.index.shards.values() if (each.shard, push.target, False) not in under_way]
     own = [each for each in here if (each.shard.job, each.shard.rank) == (shard.job, shard.rank)]
     older = [each for each in own if each.shard < shard]
     return max(older, key=lambda each: each.shard).digests if older else ()

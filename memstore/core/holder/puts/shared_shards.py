@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.wire.orders import PushTargets, RankTargets
+from memstore.core.wire.peer_messages import ParityOf
 from memstore.core.wire.rank_messages import ShardDiffers
 from recovery.inventory import ShardId
 
@@ -44,10 +45,18 @@ class HolderSharedShards:
         row = self._row(shard)
         return list(row.targets if row is not None else self.ordinary.get(shard.job, ()))
 
+    def parity_targets(self, shard: ShardId) -> dict[str, ParityOf]:
+        """Return the hosts that add a local rank's shard into their parity."""
+        row = self._row(shard)
+        members = row.parity_set if row is not None else ()
+        ranks = tuple(member.rank for member in members)
+        return {member.host: ParityOf(member.rank, ranks) for member in members if member.rank != shard.rank}
+
     def all_targets(self, job: str) -> list[str]:
-        """Return the hosts that take copies of any of a job's ranks here."""
+        """Return the hosts that are sent anything of a job's ranks here."""
         _, table = self.declared.get(job, (0, {}))
-        return list(dict.fromkeys([*self.ordinary.get(job, ()), *(h for row in table.values() for h in row.targets)]))
+        own = [host for row in table.values() for host in (*row.targets, *(each.host for each in row.parity_set))]
+        return list(dict.fromkeys([*self.ordinary.get(job, ()), *own]))
 
     def _row(self, shard: ShardId) -> RankTargets | None:
         attempt, table = self.declared.get(shard.job, (0, {}))

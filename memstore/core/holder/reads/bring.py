@@ -6,9 +6,9 @@ ordered --manifest here--> chunks here --digested, but for a read of one rank-->
    '--out of reach, no room, too late--> reported as no evidence: it fails the get, never the step (R25)
 
 Most readers fetch what is not here themselves: it takes no slot, and each chunk goes straight into their memory.
-Brought to slots here are chunks of durable storage, what a reader found damaged or could not fetch, and a shard that
-several ranks of this host may read. Of several reads that bring one shard, one fetches and the others wait; one that
-brings nothing for 10 s is overtaken.
+Brought to slots here are chunks of durable storage, chunks that are decoded, what a reader found damaged or could not
+fetch, and a shard that several ranks of this host may read. Of several reads that bring one shard, one fetches and the
+others wait; one that brings nothing for 10 s is overtaken.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def checked(state: HolderState, link: Link, answer: IntoChecked) -> None:
 
 def comes_here(state: HolderState, order: Bring) -> bool:
     """Say whether chunks that are not here are brought to slots here, not left to the reader."""
-    if order.use == "repair" or any(run.tier == "durable" for run in order.runs):
+    if order.use in ("repair", "store") or any(run.tier in ("durable", "parity") for run in order.runs):
         return True
     reader = state.ranks.links.get(order.reader)
     if order.use == "get" or order.chunks is not None or reader is None or reader.job != order.job:
@@ -91,6 +91,8 @@ async def _bring(io: HolderIo, state: HolderState, order: Bring) -> fetch.Chunks
         return await _make_ready(io, state, order)
     if order.chunks is None and (lost := await _store_once(io, state, order)):
         return lost
+    if order.use == "store":
+        return {}
     with contextlib.suppress(CapacityError):
         return await _make_ready(io, state, order, is_fetched=True)
     # Other readers have the room: this read has given its chunks back, and waits; only one does so at a time.

@@ -21,7 +21,7 @@ from memstore.core.holder.holder_io import HolderIo
 from memstore.core.holder.inventory import report_copy
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.orders import Bring, DurablePlace
+from memstore.core.wire.orders import OWN_PARITY, Bring, DurablePlace
 from memstore.core.wire.peer_messages import FetchManifest, Verify
 from memstore.errors import DigestMismatch, IntegrityError, PeerTimeout, PeerUnreachable, TransportError
 
@@ -84,14 +84,15 @@ async def brought_manifest(
     io: HolderIo, state: HolderState, order: Bring, until_s: float
 ) -> tuple[bytes | None, set[str]]:
     """Get the manifest as `manifest` does, but from another host or durable storage."""
-    sources = [host for host in order.holders if host != state.host_id]
+    sources = list(dict.fromkeys(run.source for run in order.runs if run.tier == "parity" and run.source))
+    sources = [*(host for host in order.holders if host not in (state.host_id, *sources)), *sources]
     sources += [DURABLE] if order.durable is not None else []
     lacking: set[str] = set()
     while True:
         problems = []
         for source in _silent_last(state, sources):
             try:
-                return (await _answered(io, state, source, _manifest_of(io, order, source))), lacking
+                return (await _answered(io, state, source, _manifest_of(io, state, order, source))), lacking
             except IntegrityError:
                 lacking.add(source)
             except TransportError as exc:
@@ -103,11 +104,13 @@ async def brought_manifest(
             raise PeerUnreachable(f"no source gave the manifest of {order.shard.id}: {'; '.join(problems)}")
 
 
-async def _manifest_of(io: HolderIo, order: Bring, source: str) -> bytes:
+async def _manifest_of(io: HolderIo, state: HolderState, order: Bring, source: str) -> bytes:
     """Return the manifest that a source has, checked against the shard's digest (R14)."""
     shard, digest = order.shard.id, order.spec.digest
     if source == DURABLE:
         return await io.read_durable_manifest(_storage(order), shard, order.spec.spec)
+    if source == state.host_id:
+        return await io.on_store(partial(state.store.manifest_in_parity, shard, digest))
     peer = await io.reach(source)
     found = await io.call_peer(peer, FetchManifest(shard=order.shard, digest=digest))
     data = found.manifest
@@ -146,7 +149,8 @@ def by_source(state: HolderState, order: Bring, indices: Iterable[int]) -> tuple
     planned: dict[int, str] = {}
     for run in order.runs:
         source = state.host_id if run.tier == "local" else run.source or DURABLE
-        planned.update(dict.fromkeys(range(run.first, run.first + run.count), source))
+        is_own_parity = run.tier == "parity" and source == state.host_id
+        planned.update(dict.fromkeys(run.chunks, OWN_PARITY if is_own_parity else source))
     others = [host for host in order.holders if host != state.host_id] if order.use != "get" else []
     asked: Chunks = {}
     for index in indices:
@@ -217,7 +221,7 @@ async def from_planned(
     lost: set[int] = set()
     problem = ""
     while True:
-        turns = turns or [source] * SOURCE_TRIES + (others if source != DURABLE else [])
+        turns = turns or [source] * SOURCE_TRIES + (others if source not in (DURABLE, OWN_PARITY) else [])
         host, *turns = _silent_last(state, turns)
         todo = [i for i in indices if not is_done(i) and i not in lost]
         try:
@@ -246,8 +250,10 @@ async def _from(io: HolderIo, order: Bring, replica: IncomingReplica, host: str,
     spec = order.spec.spec
     if host == DURABLE:
         return await io.receive_durable(_storage(order), replica, spec, indices)
+    if host == OWN_PARITY:
+        return await io.decode_chunks(replica, spec.digest, indices, order.others)
     peer = await io.reach(host)
-    bad = await io.receive_chunks(peer, replica, spec.digest, indices)
+    bad = await io.receive_chunks(peer, replica, spec.digest, indices, order.others)
     if not bad:
         return []
     answer = await io.call_peer(peer, Verify(shard=WireShard.of(replica.shard), digest=spec.digest, chunks=None))

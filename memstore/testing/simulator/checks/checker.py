@@ -13,6 +13,7 @@ from memstore.testing.simulator.checks.commits import Commits
 from memstore.testing.simulator.checks.copies import DropCheck, Promises, Redundancy, look_at_the_end
 from memstore.testing.simulator.checks.generations import Generations
 from memstore.testing.simulator.checks.observed import Observed
+from memstore.testing.simulator.checks.parity import LossCheck
 from memstore.testing.simulator.checks.restores import Restores
 from memstore.testing.simulator.checks.shared_shards import SharedShardCheck
 from memstore.testing.simulator.checks.stored_bytes import Fences, PutCheck, StoredBytes
@@ -25,20 +26,22 @@ class Checker:
     def __init__(self, world: World) -> None:
         self.world = world
         self.observed = Observed()
-        self.promises = Promises(world, self.observed)
-        self.drops = DropCheck(world, self.observed, self.promises)
+        self.losses = LossCheck(world, self.observed)
+        self.promises = Promises(world, self.observed, self.losses)
+        self.drops = DropCheck(world, self.observed, self.promises, self.losses)
         self.fences = Fences(world)
         self.puts = PutCheck(self.observed, self.fences)
-        self.stored_bytes = StoredBytes(world, self.observed, self.drops, self.fences)
+        self.stored_bytes = StoredBytes(world, self.observed, self.drops, self.fences, self.losses)
         self.shared_shards = SharedShardCheck(world, self.observed)
-        self.commits = Commits(world, self.observed, self.shared_shards)
+        self.commits = Commits(world, self.observed, self.shared_shards, self.losses)
         self.generations = Generations(world, self.observed)
         self.restores = Restores(world, self.observed, self.generations)
-        self.redundancy = Redundancy(world, self.observed, self.promises)
+        self.redundancy = Redundancy(world, self.observed, self.promises, self.losses)
 
     def after_event(self) -> None:
         """Look at every memory that the event has changed."""
         self.stored_bytes.look()
+        self.losses.look(self.promises.pins.values())
 
     @contextmanager
     def blaming(self, kind: str) -> Iterator[None]:

@@ -8,6 +8,7 @@ from memstore.core.attempts.join import LEFT_FREE
 from memstore.core.cluster.facts import AttemptOpened, StepCommitted
 from memstore.core.journal.records import entry_from_record, place_of_record
 from memstore.testing.simulator.checks.observed import Observed, racks_of
+from memstore.testing.simulator.checks.parity import LossCheck
 from memstore.testing.simulator.checks.shared_shards import SharedShardCheck
 from memstore.testing.simulator.world.world import AnyHolder, AnyRank, Violation, World
 from recovery.inventory import ShardId, StepId
@@ -19,8 +20,8 @@ _entry = functools.lru_cache(1 << 14)(entry_from_record)  # a whole journal is r
 class Commits:
     """The facts in journals, and the commits that tickets are sent."""
 
-    def __init__(self, world: World, observed: Observed, shared_shards: SharedShardCheck) -> None:
-        self.world, self.observed, self.shared_shards = world, observed, shared_shards
+    def __init__(self, world: World, observed: Observed, shared_shards: SharedShardCheck, losses: LossCheck) -> None:
+        self.world, self.observed, self.shared_shards, self.losses = world, observed, shared_shards, losses
         self._terms: dict[StepId, int] = {}  # commit -> the term that wrote it
         self._journals: dict[StepId, set[str]] = {}  # commit -> hosts that ever had its fact
         self._asked: dict[int, str] = {}  # attempt -> the spread level that it asks for
@@ -81,6 +82,7 @@ class Commits:
         self.observed.acked_after_heal += self.observed.is_healed
         self.observed.degraded = fact.reason if is_degraded else ""
         self.shared_shards.committed(step, fact)
+        self.losses.committed(step, fact)
 
     def _look_at_journals(self, rank: AnyRank, step: StepId) -> None:
         """Demand that the fact of a commit is in enough journals (R16)."""
@@ -99,7 +101,10 @@ class Commits:
         scenario = self.world.scenario
         for rank, (digest, hosts) in enumerate(zip(fact.digests, fact.hosts, strict=True)):
             shard = ShardId(job, step.attempt, step.step, rank)
-            never = sorted(set(hosts) - self.observed.ever.get((shard, digest), set()))
+            ever = self.observed.ever.get((shard, digest), set())
+            if ever:  # parity names hosts beside that of a copy
+                ever = ever | self.observed.ever_added.get((shard, digest), set())
+            never = sorted(set(hosts) - ever)
             if never:
                 raise Violation("I4", f"{step} was committed with copies of rank {rank} that never were on {never}")
             if not fact.is_degraded and len(set(hosts)) < scenario.replicas:

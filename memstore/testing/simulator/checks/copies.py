@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from memstore.core.cluster.step_lookup import kept_steps
 from memstore.core.wire.orders import DropJob, FreeCopies
 from memstore.testing.simulator.checks.observed import Observed, are_well, racks_of, trusted_hosts
+from memstore.testing.simulator.checks.parity import LossCheck, claimed, short_of
 from memstore.testing.simulator.world.world import AnyController, Violation, World
 from recovery.inventory import ShardId, StepId
 
@@ -20,8 +21,8 @@ from recovery.inventory import ShardId, StepId
 class Promises:
     """The pins of one simulation."""
 
-    def __init__(self, world: World, observed: Observed) -> None:
-        self.world, self.observed = world, observed
+    def __init__(self, world: World, observed: Observed, losses: LossCheck) -> None:
+        self.world, self.observed, self.losses = world, observed, losses
         self.pins: dict[str, StepId] = {}  # acknowledged pins, until a command takes them back
 
     def promised(self) -> Iterator[tuple[str, ShardId]]:
@@ -45,7 +46,10 @@ class Promises:
             job = controller.machine.jobs.get(shard.job)
             step = StepId(shard.attempt, shard.step)
             copies = job.copies.get(step, {}).get(shard.rank, {}) if job is not None else {}
-            if len([h for h, c in copies.items() if h in live and not c.missing]) < self.world.scenario.replicas:
+            if job is not None and self.losses.is_in_parity(shard):
+                if not self.losses.is_claimed(controller, job, step, self.observed.facts[step].digests):
+                    return False
+            elif len([h for h, c in copies.items() if h in live and not c.missing]) < self.world.scenario.replicas:
                 return False
         return True
 
@@ -57,14 +61,17 @@ class Promises:
         """
         for what, promised in self.promised():
             left = [*self.copies(shard), *taken]
-            if promised == shard and len(left) < self.world.scenario.replicas:
+            if promised == shard and not self.losses.is_in_parity(shard) and len(left) < self.world.scenario.replicas:
                 raise Violation("R19", f"{host} dropped {shard}, kept by {what}; copies left: {left}")
 
     def lacking(self, wanted: int) -> str:
         """Say which promised shard lies on too few hosts, or ""."""
         for what, shard in self.promised():
             have = self.copies(shard)
-            if len(have) < wanted:
+            if self.losses.is_in_parity(shard):
+                if why := self.losses.why_lacking(StepId(shard.attempt, shard.step)):
+                    return f"kept by {what}: {why}"
+            elif len(have) < wanted:
                 return f"{shard}, kept by {what}, is on {have}, wanted {wanted} hosts"
         return ""
 
@@ -80,8 +87,8 @@ REPAIR_S = 12.0  # a calm store has its newest step back at full redundancy with
 class Redundancy:
     """The copies of committed steps, and what the store claims of them."""
 
-    def __init__(self, world: World, observed: Observed, promises: Promises) -> None:
-        self.world, self.observed, self.promises = world, observed, promises
+    def __init__(self, world: World, observed: Observed, promises: Promises, losses: LossCheck) -> None:
+        self.world, self.observed, self.promises, self.losses = world, observed, promises, losses
         self._short: tuple[StepId | None, float] = (None, 0.0)  # newest commit, and since when it lacks copies
 
     # -- what the store claims ----------------------------------------------------------------
@@ -97,7 +104,10 @@ class Redundancy:
         for rank in range(fact.world_size):
             hosts = job.copies.get(newest, {}).get(rank, {})
             have = [h for h, c in hosts.items() if h in live and not c.missing]
-            if len(have) < self.world.scenario.replicas:
+            if self.losses.is_in_parity(ShardId(job.name, newest.attempt, newest.step, rank)):
+                if not self.losses.is_claimed(controller, job, newest, fact.digests):
+                    return False
+            elif len(have) < self.world.scenario.replicas:
                 return False
         return not fact.is_degraded and self.promises.claims_redundancy(controller)
 
@@ -118,6 +128,10 @@ class Redundancy:
         for rank, digest in enumerate(self.observed.facts[step].digests):
             shard = ShardId(self.world.scenario.job, step.attempt, step.step, rank)
             have = [h for h, whole in self.observed.whole.items() if (shard, digest) in whole]
+            if self.losses.is_in_parity(shard):
+                if why := self.losses.why_lacking(step):
+                    return why
+                continue
             if len(have) < wanted:
                 return f"rank {rank} of {step} is on {have}, wanted {wanted} hosts"
             if self._is_even() and len(racks_of(self.world, have)) < self._racks_wanted(trusted):
@@ -154,6 +168,8 @@ class Redundancy:
             (ShardId(self.world.scenario.job, step.attempt, step.step, rank), digest)
             for rank, digest in enumerate(self.observed.facts[step].digests)
         }
+        if self.world.scenario.parity:
+            return bool(short_of(self.losses.kept(step), self.observed.facts[step].digests))
         return not shards <= {each for whole in self.observed.whole.values() for each in whole}
 
     def _is_calm(self) -> bool:
@@ -196,6 +212,8 @@ class Redundancy:
             ranks = range(self.observed.facts[step].world_size)
             copies = [job.copies.get(step, {}).get(rank, {}) for rank in ranks]
             is_lost = not all(any(not copy.missing for copy in hosts.values()) for hosts in copies)
+            if is_lost and world.scenario.parity:
+                is_lost = bool(short_of(claimed(controller, job, step), self.observed.facts[step].digests))
             # Strict scenarios destroy memory once the newest step has all its copies; an older one may still lack some.
             is_excused = is_lost and not (world.scenario.is_strict and step == self.newest_there())
             if lacking := "" if is_excused else self.lacking(step):
@@ -213,8 +231,8 @@ NOTICE_S = 0.05  # a controller learns of a host's end within this
 class DropCheck:
     """Copies that were dropped on order, and copies that faults destroyed."""
 
-    def __init__(self, world: World, observed: Observed, promises: Promises) -> None:
-        self.world, self.observed, self.promises = world, observed, promises
+    def __init__(self, world: World, observed: Observed, promises: Promises, losses: LossCheck) -> None:
+        self.world, self.observed, self.promises, self.losses = world, observed, promises, losses
         self._ordered_s: dict[tuple[str, ShardId], float] = {}  # (host, shard) -> when its drop was ordered
         self._unaware: set[tuple[str, ShardId]] = set()  # dropped by order of a controller that knew of no such commit
         self._taken_s: dict[tuple[str, ShardId], float] = {}  # (host, shard) -> when a fault took the copy
@@ -233,6 +251,8 @@ class DropCheck:
         if job is None or newest is None or isinstance(order, DropJob) or not self.world.scenario.is_strict:
             return
         for shard in shards:
+            if self.losses.is_in_parity(shard):
+                continue  # what is left of it is looked at when it has gone
             if shard.job == job.name and StepId(shard.attempt, shard.step) == newest:
                 known = job.copies.get(newest, {}).get(shard.rank, {})
                 left = sorted(h for h, copy in known.items() if h != host and not copy.missing)
@@ -257,6 +277,8 @@ class DropCheck:
         """Look at a copy that has gone without a fault."""
         taken = self._taken_meanwhile(host, shard)
         self.promises.dropped(host, shard, taken)
+        if self.losses.is_in_parity(shard):
+            return
         step = StepId(shard.attempt, shard.step)
         newest = max(self.observed.facts, default=None)
         if newest is None or step != newest or shard.job != self.world.scenario.job:
@@ -290,7 +312,7 @@ def look_at_the_end(world: World, redundancy: Redundancy) -> None:
     known = {
         (copy.shard, host, copy.missing)
         for job in controller.machine.jobs.values()
-        for ranks in job.copies.values()
+        for ranks in (*job.copies.values(), *job.parity.values())
         for hosts in ranks.values()
         for host, copy in hosts.items()
     }

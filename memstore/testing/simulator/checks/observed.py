@@ -20,6 +20,7 @@ class Observed:
         self.acked: set[StepId] = set()  # commits that some ticket was sent
         self.decided: dict[tuple[int, str], StepId | None] = {}  # (attempt, key of the launch) -> step of its get
         self.ever: dict[Replica, set[str]] = {}  # -> hosts that ever had all of it, spoilt or not
+        self.ever_added: dict[Replica, set[str]] = {}  # -> hosts that ever had parity in which it is
         self.whole: dict[str, set[Replica]] = {}  # host -> replicas whose every byte is right
         self.believed: dict[str, set[Replica]] = {}  # host -> the same and those that rot: that is noticed later
         self.injected: dict[str, int] = {}  # kind of fault -> how many

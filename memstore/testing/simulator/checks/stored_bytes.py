@@ -10,6 +10,7 @@ from memstore.core.arena.slot_table import SlotState
 from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest, shard_digest
 from memstore.testing.simulator.checks.copies import DropCheck
 from memstore.testing.simulator.checks.observed import Observed, Replica
+from memstore.testing.simulator.checks.parity import LossCheck
 from memstore.testing.simulator.world.memory import Memory
 from memstore.testing.simulator.world.world import AnyHolder, Violation, World
 from recovery.inventory import ShardId
@@ -38,6 +39,9 @@ class Fences:
         for (shard, sender, *_), replica in holder.replicas.index.incoming.items():
             if sender in self.world.holders and self.is_fenced(holder, shard.job, replica.attempt):
                 raise Violation("R21", f"{holder.host_id} receives {shard} of {sender} in a fenced attempt")
+        for shard, parity in holder.replicas.index.parity.items():
+            if self.is_fenced(holder, shard.job, parity.attempt):
+                raise Violation("R21", f"{holder.host_id} adds up {shard} in a fenced attempt")
 
     def sealed_here(self, holder: AnyHolder, shard: ShardId) -> None:
         """Raise Violation if a holder has sealed a local rank's shard of an attempt that it has fenced."""
@@ -76,9 +80,9 @@ SEALED = 3
 class StoredBytes:
     """The memories of one simulation, each as it was when it was looked at last."""
 
-    def __init__(self, world: World, observed: Observed, drops: DropCheck, fences: Fences) -> None:
+    def __init__(self, world: World, observed: Observed, drops: DropCheck, fences: Fences, losses: LossCheck) -> None:
         self.world, self.observed = world, observed
-        self.drops, self.fences = drops, fences
+        self.drops, self.fences, self.losses = drops, fences, losses
         self._seen: dict[str, int] = {}  # host -> version of its memory
 
     def look(self) -> None:
@@ -104,11 +108,16 @@ class StoredBytes:
             replica = (manifest.shard, digest)
             if name not in self.observed.ever.setdefault(replica, set()) and wanted <= sealed:
                 self.observed.ever[replica].add(name)
+                self.losses.stored(name, manifest, digest)
             believed.add(replica)
             if wanted <= good and file_name not in memory.rotten:
                 whole.add(replica)
         before, self.observed.whole[name] = self.observed.whole.get(name, set()), whole
-        for shard, digest in before - whole if self.world.scenario.is_strict else ():
+        for shard, digest in before - whole:
+            if self.observed.cause:
+                self.losses.taken_by_fault(shard)
+            if not self.world.scenario.is_strict:
+                continue
             if self.observed.cause:
                 self.drops.taken_by_fault(name, shard)
             else:

@@ -34,12 +34,14 @@ from memstore.core.wire.rank_messages import PutReady
 from memstore.core.wire.reports import FactsWritten
 from memstore.shell.holder.pending_calls import Calls
 from memstore.shell.holder.scrub import Scrubber
+from memstore.shell.peer.chunk_frames import Damage
 from memstore.shell.peer.outgoing_shard import OutgoingShards
+from memstore.shell.peer.parity import ParityServer
 from memstore.shell.peer.server import PeerServer
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.host.context import HostWorld, RankLink, hello_of, open_link
 from memstore.testing.simulator.host.shared_shards import SharedShardHolder, SimSharedShards
-from memstore.testing.simulator.host.virtual_io import VirtualIo, finish
+from memstore.testing.simulator.host.virtual_io import VirtualIo, connect, finish
 from memstore.testing.simulator.world.memory import MachineClock, Memory, MemoryArena, MemoryJournal, MemoryManifests
 from memstore.testing.simulator.world.virtual_time import Thread, Wait
 from memstore.testing.simulator.world.world import AnyRank, AnySession
@@ -78,10 +80,9 @@ class SimHolder:
             is_alive=world.is_alive,
             lock=contextlib.nullcontext(),
             room_lock=contextlib.nullcontext(),
+            parity_lock=contextlib.nullcontext(),
         )
-        self.peer_server = PeerServer(
-            self.replicas, self.host_id, is_fenced=self.fences.is_fenced, on_sealed=self._copy_sealed
-        )
+        self.peer_server = self._peer_server()
         self.shared_shards = SimSharedShards(self, world, checker.shared_shards)
         self.scrubber = Scrubber(self)  # type: ignore[arg-type]
         # By the moment: a holder whose number was lost may have a former one's.
@@ -107,6 +108,14 @@ class SimHolder:
         self.replicas.on_damaged = partial(report_copy, self.state)
         self.io = VirtualIo(self)
         checker.stored_bytes.adopted(self)
+
+    def _peer_server(self) -> PeerServer:
+        fenced, sealed = self.fences.is_fenced, self._copy_sealed
+        reach = lambda host: connect(self, host)  # noqa: E731
+        parity = ParityServer(
+            self.replicas, self.host_id, is_fenced=fenced, on_sealed=sealed, damage=Damage(), reach=reach
+        )
+        return PeerServer(self.replicas, self.host_id, is_fenced=fenced, on_sealed=sealed, parity=parity)
 
     @property
     def is_serving(self) -> bool:

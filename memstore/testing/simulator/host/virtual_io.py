@@ -46,7 +46,9 @@ from memstore.core.wire.peer_messages import (
     ChunksLacking,
     FetchChunks,
     Offer,
+    ParityOf,
     Refused,
+    ShardHost,
     WholeShard,
     decode_request,
 )
@@ -240,6 +242,22 @@ class PeerLink:
         asked.ask(request, is_reader=is_reader)
         return asked.chunks()
 
+    def fetch_bytes(self, request: FetchChunks) -> list[bytearray]:
+        """Return chunks for a peer that decodes others with them; that takes no time here."""
+        self._reached()
+        asked = PeerCall(self.holder, self.peer)
+        asked.ask(request)
+        return [bytearray(chunk) for chunk in asked.chunks()]
+
+    def call(self, request: Request[R]) -> R:
+        """Ask a peer that has chunks which were decoded wrongly; that takes no time here."""
+        self._reached()
+        return PeerCall(self.holder, self.peer).ask(request)
+
+    def _reached(self) -> None:
+        if not self._is_open() or self.holder.world.network.is_silent(self.holder.host_id, self.peer.host_id):
+            raise PeerUnreachable(f"host {self.peer.host_id} does not answer", host=self.peer.host_id)
+
     def _travel(self, limit_s: float = CALL_TIMEOUT_S) -> Generator[Wait, None, None]:
         world, me, host = self.holder.world, self.holder.host_id, self.peer.host_id
         yield world.network.delay(me, host)
@@ -304,18 +322,18 @@ class Readers:
         slow_s = self.slowness.uniform(0.0, SLOW_S) if self.slowness.random() < SLOW_SHARE else 0.0
         yield holder.world.network.rng.uniform(*READ_S) + slow_s
         wanted = [index for index, slot in enumerate(placed.slots) if slot is not None]
-        read = dict(zip(wanted, rank.read([placed.slots[index] for index in wanted]), strict=True))
+        manifest, slots = decode_manifest(placed.manifest), rank.read([placed.slots[index] for index in wanted])
+        read = {i: data[: manifest.chunks[i].nbytes] for i, data in zip(wanted, slots, strict=True)}
         if rank.link is link and holder.is_up:
             holder.checker.restores.read_whole(rank, is_pinned=placed.pin in link.pins)
         fetched = yield from self._fetch(rank, placed)
         if isinstance(rank.link, RankLink) and rank.holder is not None and rank.holder.is_up:
             ready.give_back(rank.link, placed.pin)  # as a rank does, on the link that it has now
-        manifest = decode_manifest(placed.manifest)
         good = {i: data for i, data in {**read, **fetched}.items() if chunk_digest(data) == manifest.chunks[i].digest}
         bad = [i for i in read if i not in good]
         if placed.report is not None and (bad or (is_whole and not placed.elsewhere and None in placed.slots)):
-            slots = [n for n in placed.slots if n is not None]
-            holder.checker.restores.read_damaged(rank, slots, self._staged_s(rank))  # a barrier said: good (R27)
+            here = [n for n in placed.slots if n is not None]
+            holder.checker.restores.read_damaged(rank, here, self._staged_s(rank))  # a barrier said: good (R27)
         asked = set(range(len(placed.slots))) if is_whole else {*read, *_elsewhere(placed)}
         missing = sorted(asked - good.keys())
         if missing and not (isinstance(request, ReadStep) and request.is_repair):
@@ -479,13 +497,20 @@ class VirtualIo:
         return await _through(cast(PeerLink, peer).ask(request, limit_s=limit_s))
 
     async def send_chunks(
-        self, peer: holder_io.Peer, source: PushSource, chunks: Sequence[int], *, base: Sequence[bytes], is_repair: bool
+        self,
+        peer: holder_io.Peer,
+        source: PushSource,
+        chunks: Sequence[int],
+        *,
+        base: Sequence[bytes],
+        is_repair: bool,
+        parity: ParityOf | None = None,
     ) -> None:
         """As in HolderIo."""
         shipment = cast(OutgoingReplica, source)
         for batch in [list(chunks[i : i + BATCH_CHUNKS]) for i in range(0, len(chunks), BATCH_CHUNKS)]:
             await _wait(lambda: shipment.has_digests(batch))  # noqa: B023
-            request, blocks = offer_of(shipment, base, self.holder.host_id, batch)
+            request, blocks = offer_of(shipment, base, self.holder.host_id, batch, parity)
             reply = await _through(cast(PeerLink, peer).ask(request, shipment, blocks))
             if isinstance(reply, Refused):
                 raise PeerRefused(reply.why, is_final=reply.is_final)
@@ -496,11 +521,24 @@ class VirtualIo:
         """As in HolderIo."""
         return await _through(cast(PeerLink, peer).ask(request, cast(OutgoingReplica, source)))
 
-    async def receive_chunks(
-        self, peer: holder_io.Peer, replica: IncomingReplica, digest: str, chunks: Sequence[int]
+    async def decode_chunks(
+        self, replica: IncomingReplica, digest: str, chunks: Sequence[int], others: tuple[ShardHost, ...]
     ) -> list[int]:
         """As in HolderIo."""
-        wanted = FetchChunks(shard=WireShard.of(replica.shard), digest=digest, chunks=tuple(chunks))
+        await _wait(self.holder.world.network.delay(self.holder.host_id, self.holder.host_id))
+        self.holder.memory.version += 1
+        return self.holder.peer_server.parity.decode_into(replica, digest, chunks, others)
+
+    async def receive_chunks(
+        self,
+        peer: holder_io.Peer,
+        replica: IncomingReplica,
+        digest: str,
+        chunks: Sequence[int],
+        others: tuple[ShardHost, ...] = (),
+    ) -> list[int]:
+        """As in HolderIo."""
+        wanted = FetchChunks(shard=WireShard.of(replica.shard), digest=digest, chunks=tuple(chunks), others=others)
         found = await _through(cast(PeerLink, peer).fetch(wanted))
         return [index for index, data in zip(chunks, found, strict=True) if self._is_bad(replica, index, data)]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from memstore.testing.simulator.planted import decisions, holder_steps, in_place, shared_shards, stored_bytes
+from memstore.testing.simulator.planted import decisions, holder_steps, in_place, parity, shared_shards, stored_bytes
 from memstore.testing.simulator.planted.bug import PlantedBug
 
-FILES = (stored_bytes, decisions, holder_steps, shared_shards, in_place)
+FILES = (stored_bytes, decisions, holder_steps, shared_shards, in_place, parity)
 BUGS: dict[str, PlantedBug] = {
     bug.name: bug
     for file in FILES

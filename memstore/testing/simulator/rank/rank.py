@@ -28,6 +28,7 @@ from memstore.testing.simulator.world.world import Answer, AnyHolder, CallFailed
 from recovery.inventory import ShardId
 
 CHUNKS = 3
+UNEVEN_CHUNKS, SHORTER_BYTES = (3, 1, 5, 2, 4), 11  # of ranks in turn; by so much a rank's last chunk is shorter
 STALL_BUDGET_S = 1.0
 JOIN_S, GET_S, LOADED_S, RESERVE_S = 25.0, 60.0, 70.0, 40.0
 THAW_POLL_S = 0.1
@@ -41,7 +42,9 @@ class SimRank:
 
     def __init__(self, world: World, checker: Checker, rank: int, host_id: str, key: str) -> None:
         self.world, self.checker, self.rank, self.host_id, self.key = world, checker, rank, host_id, key
-        self.job, self.world_size, self.chunks_count = world.scenario.job, world.scenario.world_size, CHUNKS
+        self.job, self.world_size = world.scenario.job, world.scenario.world_size
+        self.chunks_count = CHUNKS
+        self.chunks_count = self.chunks_of(rank)
         self.pid = next(world.ids) + 1000
         self.nonce = f"n{self.pid}"
         self.owner = Owner(self.pid, 1, self.pid)
@@ -66,6 +69,10 @@ class SimRank:
         self.why = ""  # why it ended
         self.stall_s = 0.0  # for how long it says that a put has blocked
         self.layout = b""  # of what it puts
+
+    def chunks_of(self, rank: int) -> int:
+        """Return how many chunks the shard of a rank has."""
+        return UNEVEN_CHUNKS[rank % len(UNEVEN_CHUNKS)] if self.world.scenario.is_uneven else self.chunks_count
 
     @property
     def is_up(self) -> bool:
@@ -225,10 +232,9 @@ class SimRank:
 
     def _read_ranges(self) -> Thread:
         """Read the first and the last chunk of another rank's newest shard: it may fail, but not lie (R27)."""
-        other, last = (self.rank + 1) % self.world_size, self.chunks_count - 1
-        answer = yield from self._answer(
-            "read_step", RANGES_S, rank=other, step=None, of_attempt=None, chunks=[[0, 1], [last, 1]]
-        )
+        other = (self.rank + 1) % self.world_size
+        ends = [[index, 1] for index in sorted({0, self.chunks_of(other) - 1})]
+        answer = yield from self._answer("read_step", RANGES_S, rank=other, step=None, of_attempt=None, chunks=ends)
         if isinstance(answer, CopiedRead):
             self.checker.restores.read_ranges(self, answer)
 
@@ -354,7 +360,7 @@ class SimRank:
             arena="",
             sample=SlotSample(seed=0, digests=b"".join(bytes(self.mapping[slot]) for slot in slots)),
             layout=self.layout,
-            nbytes=len(slots) * memory.chunk_bytes,
+            nbytes=sum(map(len, content)),
             stall_s=self.stall_s,
             digests=digests,
         )
@@ -368,9 +374,15 @@ class SimRank:
         The launch is in it. Two launches that reach the same step have different bytes, so mixing them shows. Of its
         own chunk a quarter changes from step to step: it travels as a patch.
         """
-        frozen, replicated = chunk_of("frozen layer"), chunk_of(f"replicated {self.key} {step}")
-        kept, changed = (chunk_of(f"own {self.key} {self.rank} {text}") for text in ("", step))
-        return [frozen, replicated, changed[: len(kept) // 4] + kept[len(kept) // 4 :]]
+        chunks = [chunk_of(text) for text in ("frozen layer", f"replicated {self.key} {step}")[: self.chunks_count - 1]]
+        for n in range(self.chunks_count - len(chunks)):
+            kept, changed = (
+                chunk_of(f"own {self.key} {self.rank} {text}{f' {n}' if n else ''}") for text in ("", step)
+            )
+            chunks.append(changed[: len(kept) // 4] + kept[len(kept) // 4 :])
+        if self.world.scenario.is_uneven:
+            chunks[-1] = chunks[-1][: len(chunks[-1]) - SHORTER_BYTES * (self.rank % 4)]
+        return chunks
 
     def digests_of(self, step: int, content: list[bytes]) -> bytes | None:
         """Return the digests that it took with its copy, joined; every other step its holder digests (R14)."""

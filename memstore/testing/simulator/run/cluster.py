@@ -63,6 +63,7 @@ class SimCluster:
         self.config = Config(
             replicas=scenario.replicas,
             scatter=scenario.scatter,
+            parity=scenario.parity,
             keep_steps=scenario.keep_steps,
             in_flight=scenario.in_flight,
             connect_timeout_s=20.0,

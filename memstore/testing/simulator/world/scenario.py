@@ -28,6 +28,8 @@ class Scenario:
     racks: int = 0  # 0: no label
     replicas: int = 2
     scatter: int = 1
+    parity: int = 0  # shards in a row of parity, at most; 0: copies
+    is_uneven: bool = False  # ranks put shards of one chunk to five, the last one short
     keep_steps: int = 1
     in_flight: int = 1
     world_size: int = 3
@@ -61,6 +63,7 @@ class Scenario:
             f"{f'in_flight={self.in_flight}, ' if self.in_flight > 1 else ''}"
             f"a step every {self.step_s:.2f} s, durable storage {'on' if self.has_durable else 'off'}"
             f"{', in place' if self.is_in_place else ''}"
+            f"{f', parity={self.parity}' if self.parity else ''}{', uneven shards' if self.is_uneven else ''}"
             f"{self._shared_shards_text()}"
         ]
         return "\n".join([*rows, *(fault.text() for fault in self.faults)])
@@ -137,6 +140,7 @@ THEMES = (
     Theme(0.08, IN_PLACE, (3, 8), cluster={"is_in_place": True, "has_spares": True}),
 )
 ENDING_SHARE, SHARED_SHARDS_SHARE = 0.1, 0.15
+PARITY_SHARE = 0.25  # of the seeds whose ranks name no shards
 IN_FLIGHT = (1, 1, 1, 2, 3)
 
 
@@ -172,7 +176,27 @@ def draw(seed: int) -> Scenario:
         drawn, more = _with_shared_shards(rng, drawn)
         faults += more
     in_flight = random.Random(f"in flight {seed}").choice(IN_FLIGHT)  # apart, so that the other seeds stay as they were
-    return replace(drawn, in_flight=in_flight, faults=tuple(sorted(faults)))
+    drawn = replace(drawn, in_flight=in_flight, faults=tuple(sorted(faults)))
+    has_parity = random.Random(f"has parity {seed}").random() < PARITY_SHARE and not drawn.shards
+    return with_parity(drawn) if has_parity else drawn
+
+
+def with_parity(drawn: Scenario) -> Scenario:
+    """Return a scenario with parity in place of copies, drawn from its own stream: other seeds stay as they are."""
+    rng = random.Random(f"parity {drawn.seed}")
+    hosts = rng.choice([max(3, drawn.hosts), 3, 4, 5, 6])
+    return replace(
+        drawn,
+        hosts=hosts,
+        racks=rng.choice([0, 3]) if hosts == 6 else 0,
+        replicas=2,
+        scatter=1,
+        parity=rng.choice([2, 2, 3, 4]),
+        is_uneven=rng.random() < 0.5,
+        world_size=rng.choice([hosts, hosts, hosts + 1, 2 * hosts]) if hosts < 6 else hosts,
+        shards=0,
+        sizes=(),
+    )
 
 
 def _fault(rng: random.Random, kinds: Mapping[str, int]) -> Fault:

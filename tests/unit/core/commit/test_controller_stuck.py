@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from parity_hosts import no_parity
 
 from memstore.core.arena.claimed_memory import Limit
 from memstore.core.arena.replica_index import StoredReplica
@@ -242,7 +243,9 @@ def replicas() -> Iterator[ReplicaStore]:
 def test_an_incoming_replica_that_no_process_feeds_gives_its_room_back(replicas: ReplicaStore) -> None:
     """The sender gave up and its word was lost: after DRAFT_IDLE_S the peer gives up too (R13)."""
     replicas.clock = clock = LateClock()
-    server = PeerServer(replicas, "b", is_fenced=lambda *_: False, on_sealed=lambda copy: None)
+    server = PeerServer(
+        replicas, "b", is_fenced=lambda *_: False, on_sealed=lambda copy: None, parity=no_parity(replicas)
+    )
     assert isinstance(server._offer(object(), OFFER), Done)  # type: ignore[arg-type]
     clock.late_s = INCOMING_IDLE_S - 5.0
     server.give_up_idle()
@@ -300,7 +303,9 @@ def test_damage_of_a_shared_slot_is_reported_of_every_replica(replicas: ReplicaS
 def test_an_offer_again_is_not_refused_for_its_own_old_copy(replicas: ReplicaStore) -> None:
     """The first try broke and its abort was lost: its room is the second try's (R13)."""
     replicas.claim(JOB, PeerShare(1, {}, 4))
-    server = PeerServer(replicas, "b", is_fenced=lambda *_: False, on_sealed=lambda copy: None)
+    server = PeerServer(
+        replicas, "b", is_fenced=lambda *_: False, on_sealed=lambda copy: None, parity=no_parity(replicas)
+    )
     replies = [server._offer(object(), OFFER) for _ in range(2)]  # type: ignore[arg-type]
     assert [type(reply) for reply in replies] == [Done, Done]
 

@@ -19,11 +19,13 @@ from memstore.core.format.manifest import (
     chunk_sizes,
     decode_manifest,
     encode_manifest,
+    encode_summands,
     shard_digest,
     spec_of,
+    summand_manifest,
 )
 from memstore.core.format.object_tree import NESTING_MAX, Tag
-from memstore.errors import ConfigError, ManifestMismatch, ProtocolError
+from memstore.errors import ConfigError, ManifestMismatch, MemstoreError, ProtocolError
 from recovery.inventory import ShardId
 
 
@@ -91,7 +93,7 @@ def test_contradicting_manifest_is_not_encoded(changes: dict[str, object]) -> No
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"format": 2}, ManifestMismatch),
+        ({"format": 3}, ManifestMismatch),
         ({"format": True}, ProtocolError),
         ({"job": "a/b"}, ManifestMismatch),
         ({"job": b"job"}, ProtocolError),
@@ -109,6 +111,37 @@ def test_hostile_manifest_is_refused(changes: dict[str, object], error: type[Exc
     """Wrong types and contradicting numbers are named, before anything is sized by them."""
     with pytest.raises(error):
         decode_manifest(row(**changes))
+
+
+PARITY = {"shard": ShardId("job", 1, 2, 0, is_parity=True), "format": 2}
+
+
+def test_a_manifest_of_parity_names_the_shards_in_it() -> None:
+    """Unequal shards, one of them empty: their manifests come back as they were, and the spec lists them (R37)."""
+    shards = {rank: encode_manifest(manifest(n, shard=ShardId("job", 1, 2, rank))) for rank, n in ((2, 0), (1, 9))}
+    made = manifest(10, layout=encode_summands(shards), **PARITY)
+    found = decode_manifest(encode_manifest(made))
+    assert found == made
+    assert [summand_manifest(found, rank) for rank in (1, 2, 5)] == [shards[1], shards[2], None]
+    summands = [(each.rank, each.digest, each.nbytes) for each in spec_of(found, "d").summands]
+    assert summands == [(1, shard_digest(shards[1]), 9), (2, shard_digest(shards[2]), 0)]
+    nothing = manifest(0, layout=encode_summands({2: shards[2]}), **PARITY)
+    assert spec_of(decode_manifest(encode_manifest(nothing)), "d").chunks_count == 0
+
+
+@pytest.mark.parametrize("layout", [b"", b"junk", encode_summands({1: b"junk"}), msgpack.packb([[1, 2]])])
+def test_parity_of_what_is_no_shard_is_an_error_of_ours(layout: bytes) -> None:
+    """A holder that adopts one drops it, and goes on (R6)."""
+    made = decode_manifest(encode_manifest(manifest(10, layout=layout, **PARITY)))
+    with pytest.raises(MemstoreError):
+        spec_of(made, "d")
+
+
+def test_a_shard_is_not_taken_for_parity() -> None:
+    """The format says which it is; one that contradicts the shard is not encoded."""
+    for changes in ({"format": 2}, {"shard": PARITY["shard"]}):
+        with pytest.raises(ManifestMismatch):
+            encode_manifest(manifest(**changes))
 
 
 @given(st.binary(max_size=64), st.integers(0, 90), st.integers(0, 255))

@@ -79,7 +79,7 @@ class Host(ScriptedIo):
         raise PeerUnreachable("reset")
 
     async def receive_chunks(
-        self, peer: Any, replica: IncomingReplica, digest: str, chunks: Sequence[int]
+        self, peer: Any, replica: IncomingReplica, digest: str, chunks: Sequence[int], others: Any = ()
     ) -> list[int]:
         return self._brought(peer.host, list(chunks))
 

@@ -419,12 +419,12 @@ class PushHost(ScriptedIo):
     @property
     def sent(self) -> list[list[int]]:
         """The chunks that were sent in each round."""
-        return [list(chunks) for _, _, chunks, *_ in self.of("send_chunks")]
+        return [list(given[2]) for given in self.of("send_chunks")]
 
     @property
     def bases(self) -> list[tuple[bytes, ...]]:
         """The digests of the chunks that each round may send patches of."""
-        return [tuple(base) for _, _, _, base, _ in self.of("send_chunks")]
+        return [tuple(given[3]) for given in self.of("send_chunks")]
 
     def keep(self, *shards: ShardId) -> None:
         """Have other shards here, whose only chunk's digest is named for the step."""

@@ -1,0 +1,56 @@
+"""Which ranks keep parity for one another: sets of k + 1 to 2k + 1 ranks, on hosts in distinct failure domains.
+
+Pure: no torch, ray, socket, clock, environment or file access. Read `recovery/parity.py` for what a set does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from placement.groups import hosts_by_domain
+from placement.topology import Topology
+
+RANKS_MIN = 3  # a set of two is a copy
+
+
+def parity_groups(topology: Topology, level: str, data_hosts: int) -> list[tuple[str, ...]]:
+    """Return groups of hosts in distinct failure domains, as many as there can be of `data_hosts` + 1; [] for none.
+
+    Every group has `data_hosts` + 1 to 2 `data_hosts` + 1 hosts, and with less than that many hosts they are one. Where
+    a domain has more hosts than there would be groups, there are more groups, and so smaller ones; none if they would
+    have fewer than three hosts.
+
+    Args:
+        topology: The hosts.
+        level: The level at which the members of a group must differ.
+        data_hosts: The k of k + 1.
+
+    Complexity: O(hosts log hosts).
+    Source: ours; the dealing is that of `groups.arrange`.
+    """
+    domains = hosts_by_domain(topology, level)
+    hosts = [host for members in domains for host in members]
+    # Dealt from a list in which each domain is one run, two hosts of a run no longer than the number of groups never
+    # meet.
+    groups_count = max(1, len(hosts) // (data_hosts + 1), *map(len, domains)) if hosts else 0
+    if not groups_count or len(hosts) // groups_count < RANKS_MIN:
+        return []
+    return [tuple(hosts[start::groups_count]) for start in range(groups_count)]
+
+
+def parity_sets(groups: Sequence[Sequence[str]], ranks: Mapping[str, Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Return the sets of ranks of groups of hosts: the first rank of every host of a group, the second, and so on.
+
+    Ranks that would be in a set of fewer than three are in none.
+
+    >>> parity_sets([("a", "b", "c", "d")], {"a": [0, 1], "b": [2, 3], "c": [4, 5], "d": [6]})
+    ((0, 2, 4, 6), (1, 3, 5))
+    """
+    found = []
+    for group in groups:
+        held = [sorted(ranks.get(host, ())) for host in group]
+        for number in range(max(map(len, held), default=0)):
+            members = sorted(each[number] for each in held if number < len(each))
+            if len(members) >= RANKS_MIN:
+                found.append(tuple(members))
+    return tuple(sorted(found))

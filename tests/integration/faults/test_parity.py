@@ -1,0 +1,84 @@
+"""Parity instead of copies: any one host of a set may be lost, for a fraction of a copy's memory (R37)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from memstore.testing.clusters.processes import ProcessCluster, wait_for
+from memstore.testing.ranks.fleet import Fleet
+from memstore.testing.ranks.rank_process import RankNursery, fail_together, together
+
+CHUNK_BYTES = 64 << 10
+CHUNKS = 65  # each rank puts 4 MiB of a tensor and a few bytes more
+
+
+def racks(count: int) -> dict[str, dict[str, str]]:
+    """`count` hosts h0, h1, ..., each in a rack of its own; any of them may hold copies."""
+    return {f"h{i}": {"rack": f"r{i}", "memstore": "replica"} for i in range(count)}
+
+
+def test_a_lost_host_is_decoded_from_four_others(tmp_path: Path, nursery: RankNursery) -> None:
+    """An arena of exactly 2.5 times the state; a host goes with its memory, and the newest step comes back whole."""
+    arena_bytes = (2 * CHUNKS + 2 * -(-CHUNKS // 4)) * CHUNK_BYTES
+    with ProcessCluster(tmp_path, racks(5), arena_bytes=arena_bytes, detect=2.0, chunk_bytes=CHUNK_BYTES) as cluster:
+        hosts = [f"h{i}" for i in range(5)]
+        fleet = Fleet(cluster, nursery, kib=8192, parity=4)
+        ranks = fleet.begin(hosts, last_step=4)
+        assert {row["stats"]["reserved_bytes"] for row in cluster.status()["hosts"]} == {arena_bytes}
+        assert not cluster.job("train")["degraded"]
+        fleet.kill(ranks)
+        cluster.lose_host("h1")
+        cluster.add_host("h5", {"rack": "r1"})
+        cluster.wait_live("h5")
+        ranks, got = fleet.resume(["h0", "h5", "h2", "h3", "h4"])
+        assert (got["step"], got["steps_lost"], got["verdict"]) == (4, 0, "peer")
+        assert not together(ranks, "train", first=5, last=9)[0]["degraded"]
+
+
+def test_a_lost_host_without_a_replacement_is_decoded_elsewhere(tmp_path: Path, nursery: RankNursery) -> None:
+    """The lost shard is decoded onto a host that is left, so the next loss costs nothing either."""
+    with ProcessCluster(tmp_path, racks(6), detect=2.0, chunk_bytes=CHUNK_BYTES) as cluster:
+        fleet = Fleet(cluster, nursery, kib=2048, parity=4)
+        ranks = fleet.begin([f"h{i}" for i in range(5)], last_step=4)
+        survives = lambda: {r["level"]: r["tolerated"] for r in cluster.job("train")["survives"]}  # noqa: E731
+        assert survives() == {"rack": 1, "host": 1}
+        fleet.kill(ranks)
+        cluster.lose_host("h1")
+        wait_for(lambda: (job := cluster.job("train")) and job["copies"] == 2, "the decoded shard, and its parity")
+        cluster.lose_host("h2")
+        ranks, got = fleet.resume(["h0", "h3", "h4", "h5", "h5"])
+        assert (got["step"], got["steps_lost"]) == (4, 0)
+        assert not together(ranks, "train", first=5, last=9)[0]["degraded"]
+
+
+def test_parity_is_complete_again_after_a_restore(tmp_path: Path, nursery: RankNursery) -> None:
+    """A host is lost and replaced; before a rank puts again the parity that it had is added up anew."""
+    with ProcessCluster(tmp_path, racks(5), detect=2.0, chunk_bytes=CHUNK_BYTES) as cluster:
+        fleet = Fleet(cluster, nursery, kib=2048, parity=4)
+        ranks = fleet.begin([f"h{i}" for i in range(5)], last_step=4)
+        fleet.kill(ranks)
+        cluster.lose_host("h1")
+        cluster.add_host("h5", {"rack": "r1"})
+        cluster.wait_live("h5")
+        ranks, _ = fleet.resume(["h0", "h5", "h2", "h3", "h4"])
+        wait_for(
+            lambda: (job := cluster.job("train")) and (job["copies"], job["missing_copies"]) == (2, 0), "all parity"
+        )
+        fleet.kill(ranks)
+        cluster.lose_host("h3")
+        ranks, got = fleet.resume(["h0", "h5", "h2", "h2", "h4"])
+        assert (got["step"], got["steps_lost"]) == (4, 0)
+
+
+def test_two_lost_hosts_of_a_set_are_refused_by_name(tmp_path: Path, nursery: RankNursery) -> None:
+    """Two of five hosts at once are more than one parity gives back: the get says which ranks, and returns nothing."""
+    with ProcessCluster(tmp_path, racks(6), detect=2.0, chunk_bytes=CHUNK_BYTES) as cluster:
+        fleet = Fleet(cluster, nursery, kib=2048, parity=4)
+        ranks = fleet.begin([f"h{i}" for i in range(5)], last_step=4)
+        fleet.kill(ranks)
+        cluster.lose_host("h1")
+        cluster.lose_host("h2")
+        ranks = fleet.launch(["h0", "h5", "h5", "h3", "h4"])
+        errors = fail_together(ranks, "get")
+        assert "RecoveryError" in str(errors[0])
+        assert "ranks 1: " in str(errors[0])

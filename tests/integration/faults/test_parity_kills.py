@@ -1,0 +1,32 @@
+"""Hosts are killed at random moments of a job with parity, and every step that was committed comes back (R37)."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from parity_kills import KINDS, ParityRound, draw
+
+from memstore.testing.ranks.rank_process import RankNursery
+
+pytestmark = pytest.mark.drill
+ROUNDS, KILLS = 40, 5  # 200 kills
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_kill_at_any_moment_costs_no_committed_step(tmp_path: Path, nursery: RankNursery, seed: int) -> None:
+    """A host is lost, or holders are killed and started again, and the job goes on with all of its parity."""
+    counts = ParityRound(draw(seed, kills_count=3), tmp_path, nursery).play()
+    assert sum(counts[name] for name in counts if name.split(",")[0] in KINDS) == 3
+    assert sum(counts[name] for name in counts if name.startswith("two lost")) == 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_two_hundred_kills_cost_no_committed_step(tmp_path: Path, nursery: RankNursery) -> None:
+    """Rounds of all kinds, new ones in every run: the seed is in the message of a failure."""
+    first = random.SystemRandom().getrandbits(32)
+    for seed in range(first, first + ROUNDS):
+        ParityRound(draw(seed, kills_count=KILLS), tmp_path / str(seed), nursery).play()
+        nursery.kill_all()
