@@ -24,6 +24,7 @@ from memstore.cli.output import data_console, plain_table, print_json, say
 from memstore.config import MIB, Config
 from memstore.drills.model.catalogue import (
     AFTERWARDS,
+    APART,
     DRILLS,
     EMBEDDED,
     FAMILIES,
@@ -124,7 +125,7 @@ def _play_suite(
     openers: dict[str, Callable[[], contextlib.AbstractContextManager[Site]]] = {RUNNING: running}
     problems: dict[str, str] = {}
     if given["embedded"]:
-        found = {place: place_problem(place) for place in (EMBEDDED, NAMESPACES, RAY_NAMESPACES, TIGHT)}
+        found = {place: place_problem(place) for place in (EMBEDDED, APART, NAMESPACES, RAY_NAMESPACES, TIGHT)}
         problems = {place: why for place, why in found.items() if why is not None}
         openers = {place: partial(own_site, place, given, nbytes) for place in found if place not in problems}
     else:

@@ -6,15 +6,17 @@ A cluster made by a fixture counts as there before the test; the successors of i
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("ray")
 
 from memstore.config import MIB
-from memstore.drills.model.catalogue import Options
-from memstore.drills.model.report import ERROR, PASS
+from memstore.drills.model.catalogue import REFUSED, Options
+from memstore.drills.model.report import BROKEN, ERROR, PASS
 from memstore.drills.run.runner import run_drill
+from memstore.drills.scenes.scenes_hosts import LoseHostParity
 from memstore.drills.sites.site import EmbeddedSite
 from memstore.drills.sites.site_options import embedded_site
 from memstore.errors import DrillError
@@ -63,6 +65,27 @@ def test_ray_restarted_with_a_late_host_ends_as_promised() -> None:
     assert report.outcome == PASS, report.words
     assert (report.rpo_steps, report.is_verified, report.bytes_by_tier["durable"]) == (0, True, 0)
     assert {"started", "joined"} <= {line.label for line in report.timeline}
+
+
+@pytest.mark.ray
+@pytest.mark.drill
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_host_of_a_job_with_parity_is_decoded_from_the_others() -> None:
+    """One host of a parity set costs nothing, two are refused; a job that kept copies proves nothing of parity."""
+    with embedded_site(RANKS + 1, 256 * MIB, racks_count=RANKS + 1) as site:
+        options = Options(seed=7, ranks_count=RANKS, nbytes=2 * MIB, config=site.config)
+        report = run_drill("lose-host-parity", site, options)
+        assert (report.outcome, report.rpo_steps, report.is_verified) == (PASS, 0, True), report.words
+        is_repaired = "repaired" in {line.label for line in report.timeline}  # decoded before the slow restart asked
+        assert report.bytes_by_tier["peer"] > 0 or is_repaired
+        report = run_drill("lose-host-parity", site, replace(options, is_beyond=True))
+        assert (report.outcome, report.verdict) == (PASS, REFUSED), report.words
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LoseHostParity, "job_fields", {"replicas": 2})
+            report = run_drill("lose-host-parity", site, options)
+        assert report.outcome == BROKEN
+        assert "no chunk was decoded from parity" in report.words
 
 
 @pytest.mark.parametrize("kill", [EmbeddedCluster.kill_everything, EmbeddedCluster.kill_head])

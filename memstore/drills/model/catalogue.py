@@ -20,7 +20,7 @@ from memstore.errors import ConfigError
 REFUSED = "refused"  # the drills' own verdict: get() raised RecoveryError on every rank
 
 # The places where a drill can be played.
-EMBEDDED, RUNNING, TIGHT = "embedded", "running", "tight"
+EMBEDDED, RUNNING, TIGHT, APART = "embedded", "running", "tight", "apart"
 NAMESPACES, RAY_NAMESPACES = "namespaces", "ray-namespaces"
 PLACES = {
     EMBEDDED: "a cluster of its own, on this machine",
@@ -28,10 +28,11 @@ PLACES = {
     NAMESPACES: "hosts in network namespaces, without Ray, which needs root",
     RAY_NAMESPACES: "raylets in network namespaces, which needs root",
     TIGHT: "a cluster of its own with little memory, which needs root",
+    APART: "a cluster of its own, each host in another rack, with one host more than ranks",
 }
 
 # A process can be part of one Ray cluster at a time; so a suite opens only one of these at a time.
-ON_RAY = frozenset({EMBEDDED, RUNNING, RAY_NAMESPACES, TIGHT})
+ON_RAY = frozenset({EMBEDDED, RUNNING, RAY_NAMESPACES, TIGHT, APART})
 
 # The flow after the fault: a launcher restarts the ranks, or they go on training, or only lost ranks are replaced.
 RESTART, GOES_ON, IN_PLACE = "restart", "goes-on", "in-place"
@@ -200,6 +201,13 @@ _DRILLS = (
         "one host, and a second one with a copy of the same shard during the restore, with three copies",
         "two hosts", from_peer("the third copy in peer RAM, durable untouched"),
         "the third host with a copy as well", **OWN,
+    ),
+    Drill(
+        "lose-host-parity", "hosts",
+        "one host, with its memory, of a job that keeps parity in place of copies",
+        "one host", from_peer("chunks that its peers decode from their parity, durable untouched"),
+        "that host and another one of its parity set",
+        runs_on=(APART,), beyond_runs_on=(APART,), is_standard=False,
     ),
     Drill(
         "kill-raylet", "hosts",

@@ -20,6 +20,7 @@ from typing import Any
 
 from memstore.distribution import DISTRIBUTION
 from memstore.drills.model.catalogue import (
+    APART,
     DRILLS,
     IN_PLACE,
     ON_RAY,
@@ -79,7 +80,8 @@ def plays_of(suite: str) -> list[Play]:
 
 
 def _rarity(places: Sequence[str]) -> int:
-    return max((RAY_NAMESPACES, TIGHT).index(p) + 1 if p in (RAY_NAMESPACES, TIGHT) else 0 for p in places)
+    rare = (APART, RAY_NAMESPACES, TIGHT)
+    return max(rare.index(p) + 1 if p in rare else 0 for p in places)
 
 
 @dataclass

@@ -12,8 +12,11 @@ from memstore.drills.scenes.scene import Scene, host_row
 from memstore.errors import DrillError
 from memstore.testing.faults.arena_files import arena_identity
 from memstore.testing.faults.processes import Process, wait_gone
+from memstore.testing.ranks.rank import Restored
+from placement.parity_sets import RANKS_MIN
 
 NOTICE_S = 30.0  # clouds give spot instances 30 to 120 s
+SET_MAX = 16  # shards in a row, so that the ranks of all hosts that a drill may have are one parity set
 ZOMBIE_S = 60.0  # limit until a raylet that Ray has declared dead learns that, and ends
 
 
@@ -140,6 +143,35 @@ class SecondFailure(KillTwoHosts):
         """Lose the other hosts; `lose_host` checks that each is gone."""
         for host in self.later:
             self.say("inject", f"while ranks wait in get(): {self.site.lose_host(host, [])}")
+
+
+class LoseHostParity(KillHost):
+    """The loss of a host of a job with parity; beyond: of two hosts of one parity set, in which all ranks are."""
+
+    name = "lose-host-parity"
+    job_fields: ClassVar[Mapping[str, Any]] = {"replicas": 2, "parity": SET_MAX}
+
+    def setup(self) -> None:
+        if len(self.job.ranks) < RANKS_MIN:
+            raise DrillError(f"{len(self.job.ranks)} ranks keep copies: parity is of {RANKS_MIN} or more (--hosts)")
+        super().setup()
+
+    def holders_of(self, rank: int) -> list[str]:
+        """Return the rank's own host, and those of all others, which have its shard in their parity."""
+        hosts = [each.host for each in self.job.ranks]
+        return [hosts[rank], *(host for host in dict.fromkeys(hosts) if host != hosts[rank])]
+
+    def lost_hosts(self, holders: list[str]) -> list[str]:
+        """Return the rank's own host; beyond: and another one, without which its parity decodes nothing."""
+        others = [host for host in holders[1:] if self.site.may_lose([host])]
+        return [holders[0], *(others[:1] if self.is_beyond else ())]
+
+    def restore(self) -> list[Restored]:
+        """Require that what peers gave was decoded, not copied."""
+        results = super().restore()
+        if results[0].verdict == "peer" and "decoded" not in results[0].reason:
+            self.broken(f"no chunk was decoded from parity: {results[0].reason}")
+        return results
 
 
 class RayletScene(Scene):

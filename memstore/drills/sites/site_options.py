@@ -20,6 +20,7 @@ import click
 from memstore.cli.options import check_host, config_or_usage, store_options
 from memstore.config import MIB, Config
 from memstore.drills.model.catalogue import (
+    APART,
     DURABLE_EVERY,
     NAMESPACES,
     PLACES,
@@ -113,9 +114,15 @@ def prepare_ray() -> None:
 
 @contextlib.contextmanager
 def embedded_site(
-    hosts_count: int, arena_bytes: int, *, has_links: bool = False, gpus_per_host: int = 0, **fields: Any
+    hosts_count: int,
+    arena_bytes: int,
+    *,
+    racks_count: int = 2,
+    has_links: bool = False,
+    gpus_per_host: int = 0,
+    **fields: Any,
 ) -> Iterator[EmbeddedSite]:
-    """Open an embedded cluster with hosts h1, h2, ... by turns in two racks; the first is Ray's head.
+    """Open an embedded cluster with hosts h1, h2, ... by turns in some racks; the first is Ray's head.
 
     Args:
         has_links: Each host but the head has a network namespace of its own, and a link to cut; needs root.
@@ -127,7 +134,7 @@ def embedded_site(
     from memstore.testing.clusters.namespaces import NamespaceRig
     from memstore.testing.clusters.scratch import racks, scratch_store_name
 
-    labels = racks(hosts_count)
+    labels = racks(hosts_count, racks_count)
     with contextlib.ExitStack() as stack:
         rig = stack.enter_context(NamespaceRig(list(labels)[1:])) if has_links else None
         config = config_or_usage(
@@ -173,7 +180,10 @@ def own_site(place: str, given: dict[str, Any], nbytes: int, *, name: str = "the
 
         opened = tight_site(hosts_count, arena_bytes=max(64 * MIB, room))
     else:
-        opened = embedded_site(hosts_count, max(256 * MIB, room), has_links=place == RAY_NAMESPACES)
+        # A lost shard and its parity are made again on the host more; beside another rank they wait for the next put.
+        hosts_count, racks_count = (hosts_count + 1,) * 2 if place == APART else (hosts_count, 2)
+        has_links = place == RAY_NAMESPACES
+        opened = embedded_site(hosts_count, max(256 * MIB, room), racks_count=racks_count, has_links=has_links)
     with opened as site:
         yield site
 

@@ -22,7 +22,7 @@ from memstore.testing.nemesis.ledger import Story
 from memstore.testing.nemesis.load_meter import LoadMeter
 from memstore.testing.nemesis.record import RecordPart, append
 from memstore.testing.nemesis.round import NemesisRound
-from memstore.testing.nemesis.schedule import COMPOSED, draw, without
+from memstore.testing.nemesis.schedule import COMPOSED, PARITY, draw, without
 from memstore.testing.part_records import parts_of
 from memstore.testing.ranks.rank_process import RankNursery
 
@@ -107,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, help="seed of the rounds' seeds (default: one more than parts recorded)")
     parser.add_argument("--round-seed", type=int, help="play this one round")
     parser.add_argument(
-        "--shape", choices=("random", "kills", "ray", *COMPOSED), default="", help="only rounds of this shape"
+        "--shape", choices=("random", "kills", "ray", PARITY, *COMPOSED), default="", help="only rounds of this shape"
     )
     parser.add_argument("--short", action="store_true", help="rounds of some seconds")
     parser.add_argument("--ray", action="store_true", help="hosts are raylets of a Ray cluster on this machine")

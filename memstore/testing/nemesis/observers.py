@@ -70,7 +70,8 @@ class Observer:
         why = incomplete(row, live, set(self.hosts))
         if not why and row is not None and row.committed_attempt is not None and row.committed_step is not None:
             self.complete_s = asked_s
-            self.hosts.ledger.complete(row.committed_attempt, row.committed_step, asked_s)
+            if not row.parity or all(each.tolerated for each in row.survives):  # else ranks of a set share a host
+                self.hosts.ledger.complete(row.committed_attempt, row.committed_step, asked_s)
         self._note(f"status: {why or 'copies complete'}")
 
     def _live(self, status: Status, asked_s: float) -> set[str]:

@@ -25,6 +25,7 @@ KILLS = (
 OF_LINKS = ("partition", "one-way", "slow-link", "flip-in-transit", "reset-in-transit")
 COMPOSED = ("folder_then_train", "days_then_restart", "rack_then_host", "clock_back", "live_folder", "memory_lost")
 COMPOSED_SHARE = 0.45
+PARITY, PARITY_SHARE = "parity", 0.3  # of the rounds of other shapes
 STORAGES = ("", "", "directory", "s3")
 
 
@@ -51,6 +52,7 @@ class NemesisScenario:
     job_ttl_s: float
     faults: tuple[Fault, ...]
     ending: str  # "running", "dead", "closed": what becomes of the job before copies must be complete
+    parity: int = 0  # shards in a row of parity, at most; 0: copies
     store_fields: dict[str, Any] = field(default_factory=dict)
     job_fields: dict[str, Any] = field(default_factory=dict)
 
@@ -69,7 +71,8 @@ class NemesisScenario:
         days = f"job_ttl {self.job_ttl_s:g} s"
         return (
             f"seed {self.seed}: {self.shape}; hosts {place}; {self.world_size} ranks of {self.kib} KiB, replicas "
-            f"{self.replicas}, keep_steps {self.keep_steps}, in_flight {self.job_fields.get('in_flight', 1)}, storage "
+            f"{self.replicas}, parity {self.parity}, keep_steps {self.keep_steps}, in_flight "
+            f"{self.job_fields.get('in_flight', 1)}, storage "
             f"{self.storage or 'none'}, {days}, step {self.step_s:g} s, ending {self.ending}"
         )
 
@@ -77,6 +80,8 @@ class NemesisScenario:
 def draw(seed: int, *, shape: str = "", is_short: bool = False) -> NemesisScenario:
     """Return the round of a seed; `shape` limits it to one shape, `is_short` to some seconds."""
     rng = random.Random(seed)
+    is_parity = shape == PARITY
+    shape = "random" if is_parity else shape
     if not shape:
         shape = rng.choice(COMPOSED) if rng.random() < COMPOSED_SHARE else "random"
     replicas = rng.choice((1, 2, 2, 2, 3)) if shape == "random" else 2
@@ -118,12 +123,24 @@ def draw(seed: int, *, shape: str = "", is_short: bool = False) -> NemesisScenar
         faults=(),
         ending=rng.choice(("running", "running", "dead", "closed")),
     )
+    has_parity = shape in ("random", "kills") and random.Random(f"has parity {seed}").random() < PARITY_SHARE
+    if is_parity or has_parity:
+        replay = with_parity(replay)
     if shape in ("random", "kills", "ray"):
         faults = _random_faults(rng, replay, 6.0 if is_short else rng.uniform(15.0, 35.0))
     else:
         faults = globals()[f"_{shape}"](rng, replay)
     ending = "dead" if shape in ("rack_then_host", "days_then_restart") else replay.ending
     return _with(replay, faults, ending)
+
+
+def with_parity(drawn: NemesisScenario) -> NemesisScenario:
+    """Return a round with parity in place of copies, drawn from a stream of its own: other seeds stay as they are."""
+    rng = random.Random(f"parity {drawn.seed}")
+    count = rng.choice((max(3, len(drawn.hosts)), 4, 5))
+    hosts = {f"h{i}": {"memstore": "replica", "rack": f"r{i}"} for i in range(1, count + 1)}
+    world_size = rng.choice((count, count, count, count + 1))
+    return replace(drawn, hosts=hosts, replicas=2, parity=rng.choice((2, 3, 4)), world_size=world_size)
 
 
 def without(scenario: NemesisScenario, kinds: Collection[str]) -> NemesisScenario:
@@ -135,6 +152,7 @@ def _with(scenario: NemesisScenario, faults: list[Fault], ending: str) -> Nemesi
     fields = {"recovery_grace_s": 10.0, "detect": 3.0}
     job_fields = {
         "replicas": scenario.replicas,
+        "parity": scenario.parity,
         "keep_steps": scenario.keep_steps,
         "in_flight": random.Random(f"in flight {scenario.seed}").choice((1, 1, 2)),  # apart: the rest stays as it was
         "stall_budget_s": scenario.stall_budget_s,
