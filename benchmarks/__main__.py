@@ -11,6 +11,7 @@ from pathlib import Path
 from benchmarks.cases import (
     bench_controller,
     bench_memory,
+    bench_parity,
     bench_planner,
     bench_processors,
     bench_put,
@@ -35,6 +36,7 @@ BENCHMARKS = {
     "wire": bench_wire.run,
     "natural": bench_wire.run_natural,
     "memory": bench_memory.run,
+    "parity": bench_parity.run,
     "loader": bench_processors.run_loader,
     "catalog": bench_controller.run_catalog,
     "controller": bench_controller.run,
