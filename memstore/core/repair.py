@@ -224,13 +224,24 @@ class ParityRepair:
         target = self.view.owner_host(job, attempt, rank)
         if not hosts.is_answering(target) or (parity, target) in self.pushes.refused_s:
             return False
-        for other in ranks:
-            sources = [h for h, c in shards.get(other, {}).items() if hosts.is_answering(h) and not c.missing]
-            sources = [h for h in sources if commit is None or shards[other][h].spec.digest == commit.digests[other]]
+        sources = {
+            other: [
+                host
+                for host, copy in shards.get(other, {}).items()
+                if host != target and hosts.is_answering(host) and not copy.missing
+                if commit is None or copy.spec.digest == commit.digests[other]
+            ]
+            for other in ranks
+            if other != rank
+        }
+        if commit is not None and not all(sources.values()):
+            return (
+                False  # rows that cannot be full would keep room: a shard is lost, or on the host of the parity alone
+            )
+        for other, held in sources.items():
             put_s = attempt.members[other].put_s if other in attempt.members else None
-            is_early = commit is None and put_s is not None and now - put_s < OPEN_PARITY_S
-            if other != rank and not is_early:
-                self._add(now, job, step, other, sources, target, ParityOf(rank, ranks))
+            if commit is not None or put_s is None or now - put_s >= OPEN_PARITY_S:
+                self._add(now, job, step, other, held, target, ParityOf(rank, ranks))
         return False
 
     def is_spare(

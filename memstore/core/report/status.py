@@ -401,7 +401,12 @@ class StatusReport:
         return hosts, targets, "; ".join([*kept_from, *([waits] if waits else [])])
 
     def _why_not_copied(self, job: Job, shard: ShardId, host: str) -> str:
-        """Return why repair cannot copy a shard to a host now, or ""."""
+        """Return why repair cannot copy a shard to a host, or add parity up there, or ""."""
+        step = StepId(shard.attempt, shard.step)
+        for rank in job.parity_sets(step).get(shard.rank, ()) if shard.is_parity else ():
+            copies = job.copies.get(step, {}).get(rank, {})
+            if rank != shard.rank and {h for h, copy in copies.items() if not copy.missing} == {host}:
+                return f"it alone has the shard of rank {rank}, which is in the same parity"
         unroomed = self.room.unroomed.get((job.name, host))
         refusal = unroomed.why if unroomed is not None else job.refusals.get((shard, host), "")
         if refusal:

@@ -279,7 +279,7 @@ class PeerLink:
 def connect(holder: HostContext, host: str) -> PeerLink:
     """Return the connections to a host; PeerUnreachable if it is not in the controller's view."""
     peer = holder.world.holders.get(host)
-    if peer is None or host not in holder.view:
+    if peer is None or peer is holder or host not in holder.view:
         raise PeerUnreachable(f"host {host} is not in the store's view: it is dead or unknown", host=host)
     return PeerLink(holder, peer)
 

@@ -259,11 +259,11 @@ def test_a_plan_counts_on_parity_for_any_one_host() -> None:
 
 
 def test_status_says_what_keeps_parity_from_being_added_up_again() -> None:
-    """Five hosts are left with four: the lost shard is decoded on one, where its parity finds no room (R37)."""
+    """Five hosts are left with four: the lost shard is decoded on one that has another shard of its set (R37)."""
     world, _ = trained(5, parity=4)
     world.run(2.0)
     world.kill_host("h1")
     world.run(30.0)
     rows = world.status()["jobs"][0]["short"]
     assert [row["targets"] for row in rows] == [[]] * len(rows)
-    assert {row["why_not"] for row in rows} == {"h0: peer share full: 5 of 2 slots used, 1 needed for rows of parity"}
+    assert {row["why_not"] for row in rows} == {"h0: it alone has the shard of rank 0, which is in the same parity"}
