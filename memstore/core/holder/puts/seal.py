@@ -19,6 +19,7 @@ from memstore.core.holder import ranks
 from memstore.core.holder.holder_io import HolderIo, Link
 from memstore.core.holder.inventory import answer_fence, report_copy
 from memstore.core.holder.puts import equal_ranks, push
+from memstore.core.holder.reads.ready import end_older
 from memstore.core.holder.state import HolderState, SubmittedPut
 from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.orders import StepLevel
@@ -184,10 +185,14 @@ def given_digests(ready: PutReady) -> list[bytes] | None:
 
 
 async def fence(io: HolderIo, state: HolderState, job: str, attempt: int, members: Collection[str]) -> None:
-    """Notify older processes that they are refused, finish their submissions, and answer with the inventory (R21)."""
+    """Notify older processes that they are refused, finish their submissions, and answer with the inventory (R21).
+
+    What was brought for their gets is let go of: the next attempt's puts may need its slots.
+    """
     state.store.abort_older(job, attempt)
     pending = state.puts.pending
     if not await io.wait_for(lambda: not any(j == job and a < attempt for j, a, _ in pending), FENCE_DRAIN_S):
         await io.warn(f"job {job}: puts of older attempts are still digested {FENCE_DRAIN_S:g} s after a fence")
     await ranks.send_fenced(io, state, job, attempt, members)
+    end_older(state, job, attempt)
     answer_fence(state, job, attempt)

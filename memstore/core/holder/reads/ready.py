@@ -1,7 +1,8 @@
 """Keeps what was brought for a reader of this host, pins it once the reader takes it, and lets it go (R7).
 
     ready --its reader took it--> pinned --released, or its link ended--> gone
-      '--not taken in time, or a newer get of its rank--> gone    '--kept too long, or its step dropped--> gone
+      |--not taken in time, or a newer get of its rank--> gone    '--kept too long, or its step dropped--> gone
+      '--the attempt of its get is fenced--> gone
 
 The reader digests again what it has copied, or what it fetches from another host.
 """
@@ -55,6 +56,14 @@ def release(state: HolderState, read: int) -> None:
     ready = state.reads.ready.pop(read, None)
     if ready is not None:
         state.store.abort_incoming(name_of(read), ready.replica.shard, only=ready.replica)
+
+
+def end_older(state: HolderState, job: str, attempt: int) -> None:
+    """Let go of what was brought for gets of attempts before this one: their processes are refused (R21)."""
+    for read, ready in list(state.reads.ready.items()):
+        order = ready.order
+        if order.use == "get" and order.job == job and order.attempt < attempt:
+            release(state, read)
 
 
 async def place(io: HolderIo, state: HolderState, link: Link, reply: ShardReady) -> ShardPlaced:

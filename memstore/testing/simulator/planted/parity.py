@@ -140,8 +140,18 @@ class _Any(bytes):
 
 
 ROWS = (
-    row("decoded-bytes-not-digested", "R37", "R7", (parity, "chunk_digest"), lambda data: _Any(chunk_digest(data)),
+    row(
+        "decoded-bytes-not-digested",
+        "R37",
+        "R7",
+        (parity, "chunk_digest"),
+        lambda data: _Any(chunk_digest(data)),
         "Decoded bytes are kept without being compared with the lost shard's digests.",
-        Fault(5.0, "kill-host", (1,), for_s=4.0), Fault(5.2, "flip-at-rest", (2,), rank=5),
-        parity=2, is_uneven=True, step_s=0.8, is_strict=False),
-)  # fmt: skip
+        Fault(5.0, "kill-host", (1,), for_s=4.0),
+        Fault(5.2, "flip-at-rest", (2,), rank=5),
+        parity=2,
+        is_uneven=True,
+        step_s=0.8,
+        is_strict=False,
+    ),
+)
