@@ -23,7 +23,7 @@ from memstore.core.holder.state import HolderState
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import OWN_PARITY, Bring, DurablePlace
 from memstore.core.wire.peer_messages import FetchManifest, Verify
-from memstore.errors import DigestMismatch, IntegrityError, PeerTimeout, PeerUnreachable, TransportError
+from memstore.errors import DigestMismatch, FencedError, IntegrityError, PeerTimeout, PeerUnreachable, TransportError
 
 RETRY_S = 0.2
 RETRY_LIMIT_S = 10.0  # and at least twice dead_after_s: a dead source is known dead before its fetch fails a get
@@ -163,7 +163,7 @@ async def chunks(io: HolderIo, state: HolderState, order: Bring, replica: Incomi
     """Fetch all that is missing into slots; return {}, or what sources say they lack. CapacityError, TransportError."""
     await io.on_store(partial(state.store.ensure_free, len(replica.missing)))
     is_here = lambda index: replica.slots[index] is not None  # noqa: E731
-    ask = partial(_from, io, order, replica)
+    ask = partial(_from, io, state, order, replica)
     lost = await from_all(io, state, order, replica.missing, is_here, ask, until_s)
     return lost or ({state.host_id: replica.missing} if replica.missing else {})
 
@@ -241,13 +241,19 @@ async def from_planned(
     return sorted(lost), problem
 
 
-async def _from(io: HolderIo, order: Bring, replica: IncomingReplica, host: str, indices: list[int]) -> list[int]:
+async def _from(
+    io: HolderIo, state: HolderState, order: Bring, replica: IncomingReplica, host: str, indices: list[int]
+) -> list[int]:
     """Pull chunks into the incoming replica; return those that the source itself says it lacks.
 
     A chunk that arrives damaged makes the peer digest its own bytes again and report them: it counts as bad only on
     the peer's word (R25). What the peer holds undamaged stays open in the incoming replica, to be asked for again.
     """
     spec = order.spec.spec
+    with state.store.lock:
+        is_open = any(replica is known for known in state.store.index.incoming.values())
+    if not is_open:  # each chunk that came would be dropped, and asked for again until the deadline
+        raise FencedError(f"{order.shard.id}: what came of it was given up, as its attempt or its step was over")
     if host == DURABLE:
         return await io.receive_durable(_storage(order), replica, spec, indices)
     if host == OWN_PARITY:

@@ -24,7 +24,7 @@ from memstore.core.wire.peer_messages import ChunksLacking, FetchManifest
 from memstore.core.wire.rank_messages import CheckInto, IntoChecked
 from memstore.core.wire.replies import ShardReady
 from memstore.core.wire.reports import Brought
-from memstore.errors import IntegrityError, MemstoreError, PeerTimeout, PeerUnreachable
+from memstore.errors import FencedError, IntegrityError, MemstoreError, PeerTimeout, PeerUnreachable
 from recovery.inventory import ShardId, ShardSpec
 
 SHARD = ShardId("job", 1, 2, 0)
@@ -64,6 +64,15 @@ class Host(ScriptedIo):
     holders: tuple[str, ...] = ORDER.holders
     manifests: list[str] = field(default_factory=list)  # sources that were asked for it; none has it now
     replica: IncomingReplica = field(default_factory=lambda: IncomingReplica(SHARD, [b"0", b"1"], [None, None], 1))
+    is_given_up: bool = False  # what is brought, by a fence or with its step
+
+    index = property(lambda self: self)
+    lock = contextlib.nullcontext()
+
+    @property
+    def incoming(self) -> dict[str, IncomingReplica]:
+        """Return what is open in the store."""
+        return {} if self.is_given_up else {"stage": self.replica}
 
     def ensure_free(self, count: int) -> None:
         """There is room."""
@@ -209,6 +218,15 @@ def test_a_newer_round_of_the_same_rank_makes_an_older_one_give_up() -> None:
     with pytest.raises(PeerUnreachable):
         host.fetch()
     assert len(host.asked) == 2
+
+
+def test_what_was_given_up_meanwhile_is_not_asked_for_again() -> None:
+    """A fence or the end of the step aborts it: every chunk that still came would be dropped (R21)."""
+    host = Host(lambda source, chunks: list(chunks))
+    host.meanwhile = lambda: setattr(host, "is_given_up", True)
+    with pytest.raises(FencedError, match="was given up"):
+        host.fetch()
+    assert len(host.asked) == 1
 
 
 def arrivals(replica: IncomingReplica, every: int) -> Iterator[None]:
