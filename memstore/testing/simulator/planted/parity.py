@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -107,7 +107,8 @@ def fence_keeps_rows(real: Any, self: ReplicaIndex, begun: IncomingParity) -> No
 def unfinished_rows_adopted() -> Iterator[None]:
     """A holder that begins again takes the rows that its predecessor had begun for whole ones."""
     left: dict[tuple[str, ShardId], IncomingParity] = {}
-    offer, finish = ParityServer.offer, ReplicaStore.finish_parity
+    taken: list[IncomingParity] = []
+    offer, finish, owed = ParityServer.offer, ReplicaStore.finish_parity, IncomingParity.owed
 
     def adopted(self: ParityServer, request: Any, of: Any) -> Any:
         answer = offer(self, request, of)
@@ -116,6 +117,8 @@ def unfinished_rows_adopted() -> Iterator[None]:
             before = left.get((self.host_id, begun.shard))
             if before is not None and before is not begun and not begun.named:
                 begun.named.update({rank: named for rank, named in before.named.items() if rank != request.shard.rank})
+                begun.senders.update(before.senders)
+                taken.append(begun)
             left[self.host_id, begun.shard] = begun
         return answer
 
@@ -123,7 +126,17 @@ def unfinished_rows_adopted() -> Iterator[None]:
         rows = max(rows_count(begun.ranks, len(m.chunks)) for m, _ in begun.named.values())
         return finish(self, begun) if len(begun.rows) >= rows else None
 
-    with patch.object(ParityServer, "offer", adopted), patch.object(ReplicaStore, "finish_parity", finished):
+    def lacking(self: IncomingParity) -> dict[int, list[int]]:
+        return {} if any(self is each for each in taken) else owed(self)
+
+    patches = (
+        (ParityServer, "offer", adopted),
+        (ReplicaStore, "finish_parity", finished),
+        (IncomingParity, "owed", lacking),
+    )
+    with ExitStack() as stack:
+        for of, name, instead in patches:
+            stack.enter_context(patch.object(of, name, instead))
         yield
 
 
