@@ -38,6 +38,7 @@ from recovery.inventory import Copy, ShardId
 from recovery.parity import chunks_at, row_of, rows_count, set_of
 
 CHUNK_TIMEOUT_S = 30.0
+DECODED_BYTES = 4 << 20  # fetched, decoded and sent before the next: else the link of who asks is idle meanwhile
 REPLY_TIMEOUT_S = 30.0
 IDLE_S = 120.0  # without a chunk, until parity that lacks some is given up
 
@@ -273,7 +274,7 @@ class ParityServer:
             }
             chunks = added[shard.rank].manifest.chunks
             wanted = [i for i in request.chunks if i < len(chunks)]
-            for part in runs([chunks[i].nbytes for i in wanted], SLOW_RUN_BYTES):
+            for part in runs([chunks[i].nbytes for i in wanted], DECODED_BYTES):
                 yield self._decoded(stored, added, shard.rank, wanted[part])
         finally:
             self.replicas.unpin(stored, pin)
