@@ -343,14 +343,15 @@ class ReplicaStore(Generic[M_co, F_co]):
             try:
                 add_into(self.arena.view(slot), row.nbytes, data)
                 row.nbytes = max(row.nbytes, data.nbytes)
-                row.added[rank] = digest
                 is_added = True
             finally:
                 with self.lock:
                     parity.row_in_use = None
                     if parity.is_over:
                         self.table.release(slot)
-                    elif not is_added:  # what its bytes are now nobody knows
+                    elif is_added:  # not before: another thread stores the parity once all is added
+                        row.added[rank] = digest
+                    else:  # what its bytes are now nobody knows
                         self.index.abort_parity(parity)
                     self.flush()
 

@@ -20,7 +20,7 @@ from memstore.errors import IntegrityError
 from memstore.shell.arena.arena import open_store
 from memstore.testing.clusters.scratch import scratch_folder
 from recovery.inventory import ShardId
-from recovery.parity import set_of
+from recovery.parity import row_of, set_of
 
 CHUNK_BYTES, SLOTS = 4096, 64
 RANKS, OWNER = (1, 4, 6, 9), 6
@@ -296,3 +296,28 @@ def test_a_new_holder_frees_rows_that_are_not_full_and_adopts_stored_parity() ->
         assert pinned[0] is adopted
         assert after.pin_parity_of(ShardId(JOB, ATTEMPT, STEP, 4), half[4].digest) is None
         after.close()
+
+
+def test_a_row_counts_as_full_only_once_its_slot_is_let_go(replicas: ReplicaStore) -> None:
+    """The last seal, on another connection, stores the parity as soon as a row is full: its slots stay its own."""
+    shards = shards_of(EVEN)
+    parity = open_parity(replicas, RANKS, OWNER, shards)
+    for shard in (shards[rank] for rank in OTHERS):
+        parity.named[shard.rank] = decode_manifest(shard.manifest), shard.manifest
+    *most, last = [(rank, chunk) for rank in OTHERS for chunk in shards[rank].at(RANKS, OWNER)]
+    for rank, chunk in most:
+        add(replicas, parity, shards[rank], chunk)
+    stored: list[StoredReplica | None] = []
+
+    class Watched(dict[int, bytes]):
+        def __setitem__(self, rank: int, digest: bytes) -> None:
+            super().__setitem__(rank, digest)
+            stored.append(replicas.finish_parity(parity))
+
+    row = parity.rows[row_of(RANKS, last[1])]
+    row.added = Watched(row.added)
+    add(replicas, parity, shards[last[0]], last[1])
+    [found] = stored
+    assert found is not None
+    assert rows_in(replicas, found) == rows_of(RANKS, OWNER, shards)
+    assert not set(found.slots) & set(replicas.table.free)
