@@ -424,7 +424,7 @@ class Reservations:
                 local.setdefault(attempt.members[rank].host_id, {})[rank] = slots
             for target in lookup.peer_hosts(rank):
                 peer_slots[target] = peer_slots.get(target, 0) + slots
-        for host, slots in self._parity_slots(job, attempt, keep, beside).items():
+        for host, slots in self._parity_slots(job, attempt, keep, beside, local).items():
             peer_slots[host] = peer_slots.get(host, 0) + slots
         for host, slots in self._pinned_elsewhere(job, attempt, lookup).items():
             if (job.name, host) not in self.tight:
@@ -517,7 +517,9 @@ class Reservations:
                     total[host] = total.get(host, 0) + copies[host].spec.chunks_count
         return total
 
-    def _parity_slots(self, job: Job, attempt: Attempt, versions: int, beside: Mapping[int, int]) -> dict[str, int]:
+    def _parity_slots(
+        self, job: Job, attempt: Attempt, versions: int, beside: Mapping[int, int], local: Mapping[str, Collection[int]]
+    ) -> dict[str, int]:
         """Return the slots by host for rows of parity, and for what kept steps of older attempts take beyond those."""
         total: dict[str, int] = {}
         for rank, ranks in attempt.parity_sets.items():
@@ -529,8 +531,8 @@ class Reservations:
         for step in older if attempt.parity_sets or job.parity else ():
             taken: dict[str, int] = {}
             for host, shards in job.shards_on(step).items():
-                local = {rank for rank, member in attempt.members.items() if member.host_id == host}
-                specs = [job.spec(shard) for shard in shards if shard.is_parity or shard.rank not in local]
+                foreign = [shard for shard in shards if shard.is_parity or shard.rank not in local.get(host, ())]
+                specs = map(job.spec, foreign)
                 taken[host] = sum(spec.chunks_count for spec in specs if spec is not None)
             for host, slots in taken.items():
                 total[host] = total.get(host, 0) + max(0, slots - total.get(host, 0) // versions)

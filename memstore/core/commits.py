@@ -71,11 +71,8 @@ class CommitRule:
     ) -> None:
         """Prepare to look at a step; `attempt` is the newest: its members decide where the copies go (R22)."""
         self.view, self.job, self.attempt, self.step = view, job, attempt, step
-        self.copies, self.parity, self.parity_sets = (
-            job.copies.get(step, {}),
-            job.parity.get(step, {}),
-            job.parity_sets(step),
-        )
+        self.copies, self.parity = job.copies.get(step, {}), job.parity.get(step, {})
+        self.parity_sets = job.parity_sets(step)
         self.commit = job.commits.get(step)  # if it is committed already: its digests are the truth (R14)
         self.domains = state.hosts.live_domains(level)
         self.replicas, self.min_copies = attempt.replicas, int(attempt.config["min_copies"])

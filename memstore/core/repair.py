@@ -211,7 +211,7 @@ class ParityRepair:
         self, state: ClusterState, out: Effects, view: ClusterView, pushes: RepairPushes, decode: Decode
     ) -> None:
         self.state, self.out, self.view, self.pushes, self._decode = state, out, view, pushes, decode
-        self.decoding: dict[tuple[ShardId, str], float] = {}  # (shard, host) -> when it may be ordered again
+        self.decoding: dict[ShardId, float] = {}  # shard -> when it may be ordered again
 
     def is_kept(self, now: float, job: Job, attempt: Attempt, step: StepId, rank: int, ranks: ParitySet) -> bool:
         """Return whether a live host keeps a rank's parity; else have the host of its shard add it up again."""
@@ -235,9 +235,8 @@ class ParityRepair:
             if other != rank
         }
         if commit is not None and not all(sources.values()):
-            return (
-                False  # rows that cannot be full would keep room: a shard is lost, or on the host of the parity alone
-            )
+            # A shard is lost, or on the host of the parity alone: rows that cannot be full would keep room.
+            return False
         for other, held in sources.items():
             put_s = attempt.members[other].put_s if other in attempt.members else None
             if commit is not None or put_s is None or now - put_s >= OPEN_PARITY_S:
@@ -276,20 +275,18 @@ class ParityRepair:
     def decode(self, now: float, job: Job, attempt: Attempt, shard: ShardId, ranks: ParitySet) -> None:
         """Have a lost shard of a committed step decoded on its rank's host, or if that is dead on another one."""
         step, hosts = StepId(shard.attempt, shard.step), self.state.hosts
-        if any(of == shard and until_s > now for (of, _), until_s in self.decoding.items()):
+        self.decoding = {each: until_s for each, until_s in self.decoding.items() if until_s > now}
+        if shard in self.decoding:
             return
         target = self.view.owner_host(job, attempt, shard.rank)
         if not hosts.is_answering(target):
-            placement, near = (
-                self.view.placement(job),
-                {attempt.members[r].host_id for r in ranks if r in attempt.members},
-            )
+            placement = self.view.placement(job)
+            near = {attempt.members[rank].host_id for rank in ranks if rank in attempt.members}
             others = [h for h in (placement.targets if placement is not None else ()) if hosts.is_answering(h)]
             if not others:
                 return
             target = min(others, key=lambda h: (h in near, len(job.on_host.get(h, {}).get(step, ())), h))
-        self.decoding = {key: until_s for key, until_s in self.decoding.items() if until_s > now}
-        self.decoding[shard, target] = now + DECODE_DEADLINE_S
+        self.decoding[shard] = now + DECODE_DEADLINE_S
         self._decode(target, job, attempt, shard)
 
 

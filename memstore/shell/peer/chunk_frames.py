@@ -53,6 +53,8 @@ class Damage:
 # -- chunk frames -------------------------------------------------------------------------------------
 
 
+CHUNK_TIMEOUT_S = 30.0  # a sender that stalls this long inside a batch loses its incoming replica
+REPLY_TIMEOUT_S = 30.0
 RUN_BYTES = BULK_BYTES_MAX  # the larger, the less of the interpreter's lock is held for a gigabyte
 SLOW_RUN_BYTES = 16 << 20  # of copies that are held back: a limit acts, and a receiver sees progress, once per run
 

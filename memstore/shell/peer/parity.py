@@ -33,13 +33,18 @@ from memstore.core.wire.peer_messages import (
 )
 from memstore.errors import CapacityError, IntegrityError, MemstoreError, ProtocolError, TransportError
 from memstore.shell.net.channel import Channel
-from memstore.shell.peer.chunk_frames import SLOW_RUN_BYTES, Damage, receive_head, runs
+from memstore.shell.peer.chunk_frames import (
+    CHUNK_TIMEOUT_S,
+    REPLY_TIMEOUT_S,
+    SLOW_RUN_BYTES,
+    Damage,
+    receive_head,
+    runs,
+)
 from recovery.inventory import Copy, ShardId
 from recovery.parity import chunks_at, row_of, rows_count, set_of
 
-CHUNK_TIMEOUT_S = 30.0
 DECODED_BYTES = 4 << 20  # fetched, decoded and sent before the next: else the link of who asks is idle meanwhile
-REPLY_TIMEOUT_S = 30.0
 IDLE_S = 120.0  # without a chunk, until parity that lacks some is given up
 
 
@@ -111,9 +116,8 @@ class ParityServer:
         if begun is not None and begun.ranks != ranks:
             return Refused(why=f"{parity} is of the set {begun.ranks} here, not {ranks}", is_final=True)
         why = index.parity_refusal(parity, count)
-        if (
-            why is not None
-        ):  # an older step that is still open is given up on its way: no order names what is unfinished
+        if why is not None:
+            # No order names what is unfinished here of an older step: it gives way.
             step = (parity.attempt, parity.step)
             self.replicas.abort_parity(lambda p: p.shard.job == parity.job and (p.shard.attempt, p.shard.step) < step)
             why = index.parity_refusal(parity, count)

@@ -47,15 +47,21 @@ from memstore.errors import (
     ProtocolError,
 )
 from memstore.shell.net.channel import Channel
-from memstore.shell.peer.chunk_frames import Damage, receive_bulk, receive_run, runs, send_run
+from memstore.shell.peer.chunk_frames import (
+    CHUNK_TIMEOUT_S,
+    REPLY_TIMEOUT_S,
+    Damage,
+    receive_bulk,
+    receive_run,
+    runs,
+    send_run,
+)
 from memstore.shell.peer.parity import ParityServer
 from memstore.shell.peer.patches import receive_patches
 from memstore.shell.threads import lower_thread_priority
 from recovery.inventory import Copy, ShardId
 
 log = logging.getLogger("memstore")
-CHUNK_TIMEOUT_S = 30.0  # a sender that stalls this long inside a batch loses its incoming replica
-REPLY_TIMEOUT_S = 30.0
 INCOMING_IDLE_S = 120.0  # longer than a batch may take, and than a sender waits for its own digests
 
 

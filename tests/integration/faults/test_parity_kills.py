@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,9 @@ def test_a_kill_at_any_moment_costs_no_committed_step(tmp_path: Path, nursery: R
 @pytest.mark.timeout(3600)
 def test_two_hundred_kills_cost_no_committed_step(tmp_path: Path, nursery: RankNursery) -> None:
     """Rounds of all kinds, new ones in every run: the seed is in the message of a failure."""
-    first = random.SystemRandom().getrandbits(32)
+    first, counts = random.SystemRandom().getrandbits(32), Counter[str]()
     for seed in range(first, first + ROUNDS):
-        ParityRound(draw(seed, kills_count=KILLS), tmp_path / str(seed), nursery).play()
+        counts += ParityRound(draw(seed, kills_count=KILLS), tmp_path / str(seed), nursery).play()
         nursery.kill_all()
+    assert sum(counts[name] for name in counts if name.split(",")[0] in KINDS) == ROUNDS * KILLS, counts
+    assert sum(counts[name] for name in counts if name.startswith("two lost")) == ROUNDS, counts
