@@ -83,7 +83,7 @@ class Config:
     put_every: str | int = "step"  # when should_put() is true: "step", N steps, "30s", "2%" of the time, "auto" (R33)
     stall_budget_s: float = 5.0  # longest that a put blocks for room before its step is skipped (R12)
     placement: str = "mixed"  # which hosts copy one another (placement/README.md)
-    parity: int = 0  # k: parity of k shards in a row stands for the second copy (R37); 0: copies
+    parity: int = 0  # k: parity of k shards in a row stands for the copies on peers (R37); 0: copies
     scatter: int = 1  # placements that the ranks of a host take by turns: a lost one's are restored from as many groups
     durable: str | None = None  # durable storage: a path, file://, s3://, gs:// or az://; None: RAM only
     durable_every: str | int = "30min"  # time between durable steps, or N steps; "auto": the optimum, as put_every's
@@ -129,10 +129,10 @@ class Config:
                 f"min_copies={self.min_copies} exceeds replicas={self.replicas}: lower min_copies or raise replicas",
                 field="min_copies",
             )
-        if self.parity == 1 or (self.parity and (self.replicas != 2 or self.scatter != 1)):
+        if self.parity == 1 or (self.parity and (self.replicas not in (2, 3) or self.scatter != 1)):
             raise ConfigError(
                 f"parity={self.parity} with replicas={self.replicas}, scatter={self.scatter}: parity is for replicas=2 "
-                "and scatter=1, and of 2 shards or more in a row (1 would be a copy); set these, or parity=0",
+                "or 3 and scatter=1, and of 2 shards or more in a row (1 would be copies); set these, or parity=0",
                 field="parity",
             )
         if self.placement not in ("mixed", "group", "ring"):

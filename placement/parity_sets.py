@@ -1,4 +1,4 @@
-"""Which ranks keep parity for one another: sets of k + 1 to 2k + 1 ranks, on hosts in distinct failure domains.
+"""Which ranks keep parity for one another: sets of k + p to 2 (k + p) - 1 ranks, on hosts in distinct failure domains.
 
 Pure: no torch, ray, socket, clock, environment or file access. Read `recovery/parity.py` for what a set does.
 """
@@ -10,20 +10,21 @@ from collections.abc import Mapping, Sequence
 from placement.groups import hosts_by_domain
 from placement.topology import Topology
 
-RANKS_MIN = 3  # a set of two is a copy
+DATA_MIN = 2  # hosts whose bytes are in one row: of one it would be a copy
 
 
-def parity_groups(topology: Topology, level: str, data_hosts: int) -> list[tuple[str, ...]]:
-    """Return groups of hosts in distinct failure domains, as many as there can be of `data_hosts` + 1; [] for none.
+def parity_groups(topology: Topology, level: str, data_hosts: int, spare_hosts: int = 1) -> list[tuple[str, ...]]:
+    """Return groups of hosts in distinct failure domains, as many as there can be of k + p hosts; [] for none.
 
-    Every group has `data_hosts` + 1 to 2 `data_hosts` + 1 hosts, and with less than that many hosts they are one. Where
-    a domain has more hosts than there would be groups, there are more groups, and so smaller ones; none if they would
-    have fewer than three hosts.
+    Every group has k + p to 2 (k + p) - 1 hosts, and with less than that many hosts they are one. Where a domain has
+    more hosts than there would be groups, there are more groups, and so smaller ones; none if they would have fewer
+    than 2 + p hosts.
 
     Args:
         topology: The hosts.
         level: The level at which the members of a group must differ.
-        data_hosts: The k of k + 1.
+        data_hosts: k, the hosts whose bytes are in one row.
+        spare_hosts: p, the rows that each byte is in.
 
     Complexity: O(hosts log hosts).
     Source: ours; the dealing is that of `groups.arrange`.
@@ -32,16 +33,18 @@ def parity_groups(topology: Topology, level: str, data_hosts: int) -> list[tuple
     hosts = [host for members in domains for host in members]
     # Dealt from a list in which each domain is one run, two hosts of a run no longer than the number of groups never
     # meet.
-    groups_count = max(1, len(hosts) // (data_hosts + 1), *map(len, domains)) if hosts else 0
-    if not groups_count or len(hosts) // groups_count < RANKS_MIN:
+    groups_count = max(1, len(hosts) // (data_hosts + spare_hosts), *map(len, domains)) if hosts else 0
+    if not groups_count or len(hosts) // groups_count < DATA_MIN + spare_hosts:
         return []
     return [tuple(hosts[start::groups_count]) for start in range(groups_count)]
 
 
-def parity_sets(groups: Sequence[Sequence[str]], ranks: Mapping[str, Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+def parity_sets(
+    groups: Sequence[Sequence[str]], ranks: Mapping[str, Sequence[int]], spare_hosts: int = 1
+) -> tuple[tuple[int, ...], ...]:
     """Return the sets of ranks of groups of hosts: the first rank of every host of a group, the second, and so on.
 
-    Ranks that would be in a set of fewer than three are in none.
+    Ranks that would be in a set of fewer than 2 + p are in none.
 
     >>> parity_sets([("a", "b", "c", "d")], {"a": [0, 1], "b": [2, 3], "c": [4, 5], "d": [6]})
     ((0, 2, 4, 6), (1, 3, 5))
@@ -51,6 +54,6 @@ def parity_sets(groups: Sequence[Sequence[str]], ranks: Mapping[str, Sequence[in
         held = [sorted(ranks.get(host, ())) for host in group]
         for number in range(max(map(len, held), default=0)):
             members = sorted(each[number] for each in held if number < len(each))
-            if len(members) >= RANKS_MIN:
+            if len(members) >= DATA_MIN + spare_hosts:
                 found.append(tuple(members))
     return tuple(sorted(found))

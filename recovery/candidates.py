@@ -134,8 +134,8 @@ def _judge_at(evidence: Evidence, world_size: int) -> Whole | Rejected:
         if has_truth:
             copies = [copy for copy in copies if copy.spec.digest in truths]
         if evidence.parity and not _whole_specs(copies, set()):
-            found = (decoded(each, rank, by_rank) for each in evidence.parity)
-            copies = [*copies, *(copy for copy in found if copy and (not has_truth or copy.spec.digest in truths))]
+            found = (copy for each in evidence.parity for copy in decoded(each, rank, by_rank, evidence.parity))
+            copies = [*copies, *(copy for copy in found if not has_truth or copy.spec.digest in truths)]
         options = _whole_specs(copies, stored)
         if len(options) > 1:
             return _ambiguous(evidence.step, rank, options)

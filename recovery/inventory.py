@@ -47,6 +47,7 @@ class ShardSpec:
     chunks_count: int
     world_size: int
     summands: tuple[Summand, ...] = ()  # of parity: the shards in it, by rank
+    spare: int = 0  # of parity: rows that each chunk is added into
 
     def chunk_nbytes(self, index: int) -> int:
         """Return the size of chunk `index` in bytes."""
@@ -61,7 +62,9 @@ class Copy:
     spec: ShardSpec
     host: str
     missing: frozenset[int] = frozenset()
-    is_decoded: bool = False  # the host has parity of the shard, and decodes the chunks when they are asked for
+    #: The host has parity of the shard, and decodes the chunks when they are asked for: 1 from one row, 2 with factors,
+    #: 3 from two rows on two hosts. 0: they are there.
+    decoding: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,9 +52,9 @@ def transfers_for(whole: Whole, rank_hosts: Mapping[int, str]) -> tuple[tuple[Tr
     """Return the transfers that stage `whole` on its ranks' hosts, by rank and chunk, and the ranks that moved.
 
     Each chunk comes from the rank's own host if it is there, else from a peer, else decoded, else from durable storage
-    (R24). Of
-    all ways to choose the peers, the one taken has the least maximum of chunks sent by one host (`balance.share`),
-    every chunk counting as one. A rank has moved if its host lacks a complete copy and another host has one (R27).
+    (R24). Of all ways to choose the peers, the one taken has the least maximum of chunks sent by one host
+    (`balance.share`), every chunk counting as one. A rank has moved if its host lacks a complete copy and another host
+    has one (R27).
 
     Complexity: linear in ranks, copies and missing chunks; a rank whose host holds a complete copy costs one object.
     """
@@ -64,10 +64,10 @@ def transfers_for(whole: Whole, rank_hosts: Mapping[int, str]) -> tuple[tuple[Tr
     for rank, spec in whole.specs.items():
         target = rank_hosts[rank]
         copies = whole.copies[rank]
-        if any(copy.host == target and not copy.missing and not copy.is_decoded for copy in copies):
+        if any(copy.host == target and not copy.missing and not copy.decoding for copy in copies):
             ready.append(Transfer(rank, target, target, LOCAL, 0, spec.chunks_count, spec.nbytes))
             continue
-        if any(copy.is_decoded for copy in copies):
+        if any(copy.decoding for copy in copies):
             ready.extend(_with_decoded(rank, target, spec, copies))
             continue
         if any(not copy.missing for copy in copies):
@@ -110,13 +110,13 @@ def _segments(spec: ShardSpec, copies: Sequence[Copy]) -> Iterator[tuple[int, in
 
 def _with_decoded(rank: int, target: str, spec: ShardSpec, copies: Sequence[Copy]) -> Iterator[Transfer]:
     """Yield the transfers of a shard of which chunks are decoded: the target's own and peers' copies come first."""
-    ordered = sorted(copies, key=lambda copy: (copy.is_decoded, copy.host != target, copy.host))
+    ordered = sorted(copies, key=lambda copy: (copy.decoding, copy.host != target, copy.host))
     by_source: dict[tuple[str | None, Tier], list[int]] = {} if spec.chunks_count else {(ordered[0].host, PARITY): []}
     for chunk in range(spec.chunks_count):
         found = next((copy for copy in ordered if chunk not in copy.missing), None)
         if found is None:
             source: tuple[str | None, Tier] = None, DURABLE
-        elif found.is_decoded:
+        elif found.decoding:
             source = found.host, PARITY
         else:
             source = found.host, LOCAL if found.host == target else PEER

@@ -15,7 +15,7 @@ from memstore.core.wire.status_rows import HostRow
 from placement.bill import LOST, BillRow, Scheme, bill
 from placement.topology import Host, Topology
 
-HOW = "k+1 is Config(parity=k); k+2 is computed here, it cannot be configured yet."
+HOW = "k+1 is Config(parity=k), k+2 is Config(parity=k, replicas=3)."
 
 
 @dataclass(frozen=True)

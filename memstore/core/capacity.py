@@ -32,7 +32,7 @@ from memstore.core.wire.replies import Noted
 from memstore.core.wire.reports import Freed, Reserved
 from recovery.inventory import ShardId, StepId
 from recovery.lineage import in_lineage
-from recovery.parity import rows_count
+from recovery.parity import ParitySet
 
 # -- compaction ---------------------------------------------------------------------------------------
 # Which facts of the past nothing needs any more, so that journals stay short. Pure (R16).
@@ -523,9 +523,9 @@ class Reservations:
         """Return the slots by host for rows of parity, and for what kept steps of older attempts take beyond those."""
         total: dict[str, int] = {}
         for rank, ranks in attempt.parity_sets.items():
-            others, host = [other for other in ranks if other != rank], attempt.members[rank].host_id
-            rows = versions * max(rows_count(ranks, self.need(job, attempt, other)) for other in others)
-            rows += max(rows_count(ranks, beside.get(other, 0)) for other in others)
+            others, host = ranks.others(rank), attempt.members[rank].host_id
+            rows = versions * max(ranks.rows_count(self.need(job, attempt, other)) for other in others)
+            rows += max(ranks.rows_count(beside.get(other, 0)) for other in others)
             total[host] = total.get(host, 0) + rows
         older = [step for step in kept_steps(job, attempt) if step.attempt != attempt.attempt_number]
         for step in older if attempt.parity_sets or job.parity else ():
@@ -673,7 +673,7 @@ class Reservations:
         attempt = job.attempts[active.attempt]
         if not active.refusals:
             active.is_claimed = True
-            sets = tuple(sorted({*attempt.parity_sets.values()}))
+            sets = tuple(sorted({ranks.ranks for ranks in attempt.parity_sets.values()}))
             number, needs = attempt.attempt_number, tuple(active.ordered)
             self.journal.record(SlotsReserved(job.name, number, needs, attempt.in_flight, sets))
             return
@@ -698,7 +698,8 @@ class Reservations:
         attempt.has_freed_unrestorable = True
         attempt.in_flight = min(attempt.in_flight, fact.in_flight)
         attempt.needs = {**dict(enumerate(fact.needs)), **({} if is_replay else attempt.needs)}
-        attempt.parity_sets = {rank: ranks for ranks in fact.parity_sets for rank in ranks}
+        sets = [ParitySet(ranks, attempt.replicas - 1) for ranks in fact.parity_sets]
+        attempt.parity_sets = {rank: each for each in sets for rank in each.ranks}
         if attempt.parity_sets and not is_replay:
             self.view.send_targets(job, is_news_only=True)  # before any rank may put
         active = self.active.get(fact.job)

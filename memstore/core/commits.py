@@ -115,9 +115,7 @@ class CommitRule:
     def _held_with_parity(self, rank: int, digest: str, hosts: list[str]) -> Held | None:
         """Return a shard whose own copy is there, if every other rank of its set has it in its parity."""
         found, reasons = list(hosts), list[str]()
-        for other in self.parity_sets[rank]:
-            if other == rank:
-                continue
+        for other in self.parity_sets[rank].others(rank):
             keeping = [
                 host for host, copy in self.parity.get(other, {}).items() if self._keeps(host, copy, rank, digest)
             ]
@@ -130,7 +128,7 @@ class CommitRule:
             reasons += [] if keeping else [f"{host}: {why or 'no room for parity'}"]
         if reasons:
             reasons.insert(0, f"rank {rank} has 1 of {self.replicas} copies")
-        elif len({self.domains[host] for host in (hosts[0], *found[len(hosts) :])}) < len(self.parity_sets[rank]):
+        elif len({self.domains[host] for host in (hosts[0], *found[len(hosts) :])}) < len(self.parity_sets[rank].ranks):
             reasons.append(f"parity of rank {rank} shares a failure domain with it")
         if reasons and self.min_copies > len(hosts):
             return None

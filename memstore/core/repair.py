@@ -231,8 +231,7 @@ class ParityRepair:
                 if host != target and hosts.is_answering(host) and not copy.missing
                 if commit is None or copy.spec.digest == commit.digests[other]
             ]
-            for other in ranks
-            if other != rank
+            for other in ranks.others(rank)
         }
         if commit is not None and not all(sources.values()):
             # A shard is lost, or on the host of the parity alone: rows that cannot be full would keep room.
@@ -240,7 +239,7 @@ class ParityRepair:
         for other, held in sources.items():
             put_s = attempt.members[other].put_s if other in attempt.members else None
             if commit is not None or put_s is None or now - put_s >= OPEN_PARITY_S:
-                self._add(now, job, step, other, held, target, ParityOf(rank, ranks))
+                self._add(now, job, step, other, held, target, ParityOf.of(rank, ranks))
         return False
 
     def is_spare(
@@ -257,8 +256,7 @@ class ParityRepair:
             return any(h in domains and domains[h] not in near and not copy.missing for h, copy in held.items())
 
         copies, parity = job.copies.get(step, {}), job.parity.get(step, {})
-        others = [other for other in ranks if other != rank]
-        return all(is_far(copies.get(other, {})) and is_far(parity.get(other, {})) for other in others)
+        return all(is_far(copies.get(other, {})) and is_far(parity.get(other, {})) for other in ranks.others(rank))
 
     def _add(
         self, now: float, job: Job, step: StepId, rank: int, sources: list[str], target: str, parity: ParityOf
@@ -281,7 +279,7 @@ class ParityRepair:
         target = self.view.owner_host(job, attempt, shard.rank)
         if not hosts.is_answering(target):
             placement = self.view.placement(job)
-            near = {attempt.members[rank].host_id for rank in ranks if rank in attempt.members}
+            near = {attempt.members[rank].host_id for rank in ranks.ranks if rank in attempt.members}
             others = [h for h in (placement.targets if placement is not None else ()) if hosts.is_answering(h)]
             if not others:
                 return
@@ -455,7 +453,7 @@ class Repair:
             for h, c in copies.items()
             if hosts.is_live(h) and (not commit or c.spec.digest == commit.digests[rank])
         }
-        wanted, parity_set = self.view.wanted(job, attempt, rank, step), job.parity_sets(step).get(rank, ())
+        wanted, parity_set = self.view.wanted(job, attempt, rank, step), job.parity_sets(step).get(rank)
         own_host = attempt.members[rank].host_id if rank in attempt.members else ""
         substitutes = scan.of(shard, wanted, good) if commit and not parity_set else []
         lacking = [h for h in wanted if h not in good or good[h].missing]

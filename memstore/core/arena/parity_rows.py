@@ -7,19 +7,22 @@
 A row in which no chunk has changed since the parity before is not sent: the two share it. Of a row in which some have,
 the others are fetched once every shard is named.
 Rows that are not full are never read: bytes that were added cannot be told apart again.
+All rows but the last are filled with zeros up to a whole chunk, and so is one between others that has no chunk in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy
+import numpy.typing
 
 from memstore.core.format.manifest import PARITY_FORMAT, Chunk, Manifest, encode_summands
 from memstore.errors import IntegrityError
 from recovery.inventory import ShardId
-from recovery.parity import ParitySet, chunks_at, row_of
+from recovery.parity import ParitySet, product
 
 
 @dataclass(slots=True)
@@ -35,7 +38,7 @@ class ParityRow:
 class ParityBefore:
     """The parity of an older step, whose rows a newer one may share."""
 
-    rows: Mapping[int, bytes] = field(default_factory=dict)  # those that are there -> digest
+    rows: Mapping[int, Chunk] = field(default_factory=dict)  # those that are there
     chunks: Mapping[int, Sequence[Chunk]] = field(default_factory=dict)  # rank -> all chunks of its shard
 
 
@@ -56,15 +59,17 @@ class IncomingParity:
     row_in_use: int | None = None  # its slot is being written
     is_over: bool = False  # stored or given up: what still comes is dropped
 
-    @property
-    def others(self) -> tuple[int, ...]:
-        """Return the ranks whose shards are added."""
-        return tuple(rank for rank in self.ranks if rank != self.shard.rank)
+    def row_of(self, rank: int, chunk: int) -> int | None:
+        """Return the row that a rank's chunk is added into; None if into none here."""
+        return self.ranks.row_of(self.shard.rank, rank, chunk)
+
+    def _rows_at(self, rank: int, chunks_count: int) -> dict[int, int]:
+        return self.ranks.rows_at(self.shard.rank, rank, chunks_count)
 
     def is_added(self, rank: int, chunk: int, digest: bytes) -> bool:
         """Return whether a rank's chunk is in its row; IntegrityError if another one in its place is."""
-        number = row_of(self.ranks, chunk)
-        row = self.rows.get(number)
+        number = self.row_of(rank, chunk)
+        row = self.rows.get(number) if number is not None else None
         known = row.added.get(rank) if row is not None else None
         if known is not None and known != digest:
             raise IntegrityError(f"chunk {chunk} of rank {rank} was added to {self.shard} with other bytes before")
@@ -76,30 +81,31 @@ class IncomingParity:
             return True
         before = self.before.chunks.get(rank, ())
         is_same = chunk < len(before) and before[chunk].digest == digest
-        return is_same and row_of(self.ranks, chunk) in self.before.rows
+        return is_same and self.row_of(rank, chunk) in self.before.rows
 
     def lacking(self, rank: int, manifest: Manifest) -> list[int]:
         """Return the chunks of a rank's shard that are to be sent; IntegrityError if others are added."""
-        chunks = chunks_at(self.ranks, self.shard.rank, rank, len(manifest.chunks))
-        if any(rank in row.added for number, row in self.rows.items() if number >= len(chunks)):
+        rows = self._rows_at(rank, len(manifest.chunks))
+        if any(rank in row.added for number, row in self.rows.items() if number not in rows.values()):
             raise IntegrityError(f"more chunks of rank {rank} were added to {self.shard} before, with other bytes")
-        return [chunk for chunk in chunks if not self.is_here(rank, chunk, manifest.chunks[chunk].digest)]
+        return [chunk for chunk in rows if not self.is_here(rank, chunk, manifest.chunks[chunk].digest)]
 
     def shared_rows(self) -> dict[int, bytes]:
         """Return the rows that are as they were in the parity before, with their digests, once every shard is named."""
-        changed: set[int] = set(self.rows)
+        changed, sizes = set(self.rows), self.row_sizes()
         for rank, (manifest, _) in self.named.items():
             now, before = manifest.chunks, self.before.chunks.get(rank, ())
-            for row, chunk in enumerate(chunks_at(self.ranks, self.shard.rank, rank, max(len(now), len(before)))):
+            for chunk, row in self._rows_at(rank, max(len(now), len(before))).items():
                 if now[chunk : chunk + 1] != tuple(before[chunk : chunk + 1]):
                     changed.add(row)
-        return {row: digest for row, digest in self.before.rows.items() if row not in changed}
+        before_rows = self.before.rows.items()
+        return {n: row.digest for n, row in before_rows if n not in changed and sizes[n : n + 1] == [row.nbytes]}
 
     def owed(self) -> dict[int, list[int]]:
         """Return, by rank, the chunks that have not changed, in rows in which another one has."""
         shared, found = self.shared_rows(), dict[int, list[int]]()
         for rank, (manifest, _) in self.named.items():
-            for row, chunk in enumerate(chunks_at(self.ranks, self.shard.rank, rank, len(manifest.chunks))):
+            for chunk, row in self._rows_at(rank, len(manifest.chunks)).items():
                 if row not in shared and not self.is_added(rank, chunk, manifest.chunks[chunk].digest):
                     found.setdefault(rank, []).append(chunk)
         return found
@@ -107,29 +113,39 @@ class IncomingParity:
     @property
     def is_named(self) -> bool:
         """Return whether every shard is in: nothing more is to come."""
-        return len(self.named) == len(self.ranks) - 1
+        return len(self.named) == len(self.ranks.ranks) - 1
 
     def row_sizes(self) -> list[int]:
-        """Return the bytes of each row, once every shard is named: those of the largest chunk in it."""
-        sizes: list[int] = []
+        """Return the bytes of each row, once every shard is named: the last has those of the largest chunk in it."""
+        count, last_nbytes, chunk_bytes = 0, 0, 0
         for rank, (manifest, _) in self.named.items():
-            for row, chunk in enumerate(chunks_at(self.ranks, self.shard.rank, rank, len(manifest.chunks))):
-                sizes += [0] * (row + 1 - len(sizes))
-                sizes[row] = max(sizes[row], manifest.chunks[chunk].nbytes)
-        return sizes
+            chunk_bytes = manifest.chunk_bytes
+            for chunk, row in self._rows_at(rank, len(manifest.chunks)).items():
+                last_nbytes = max(last_nbytes * (row < count), manifest.chunks[chunk].nbytes * (row + 1 >= count))
+                count = max(count, row + 1)
+        return [chunk_bytes] * (count - 1) + [last_nbytes] * (count > 0)
 
     def manifest(self, digests: Sequence[bytes]) -> Manifest:
         """Return the manifest for rows with these digests, once every shard is named."""
         first, sizes = next(iter(self.named.values()))[0], self.row_sizes()
-        layout = encode_summands({rank: data for rank, (_, data) in self.named.items()})
+        layout = encode_summands({rank: data for rank, (_, data) in self.named.items()}, self.ranks.spare)
         chunks = tuple(Chunk(digest, nbytes) for digest, nbytes in zip(digests, sizes, strict=True))
         return Manifest(self.shard, first.world_size, layout, sum(sizes), first.chunk_bytes, chunks, PARITY_FORMAT)
 
 
-def add_into(row: memoryview, row_nbytes: int, chunk: memoryview) -> None:
-    """Add a chunk to the bytes that a row has so far: exclusive or, as far as both reach; the rest is copied."""
-    both = min(row_nbytes, chunk.nbytes)
-    if both:
-        mine, others = (numpy.frombuffer(view, numpy.uint8, both) for view in (row, chunk))
-        numpy.bitwise_xor(mine, others, out=mine)
-    row[both : chunk.nbytes] = chunk[both:]
+AddInto = Callable[[memoryview, int, memoryview, int], None]  # as `add_into`
+
+
+def add_into(row: memoryview, row_nbytes: int, chunk: memoryview, factor: int = 1) -> None:
+    """Add a chunk, times a factor, to the bytes that a row has so far: exclusive or, as far as both reach."""
+    both, source = min(row_nbytes, chunk.nbytes), numpy.frombuffer(chunk, numpy.uint8)
+    if factor != 1:
+        source = numpy.take(_products(factor), source)
+    mine = numpy.frombuffer(row, numpy.uint8, chunk.nbytes)
+    numpy.bitwise_xor(mine[:both], source[:both], out=mine[:both])
+    mine[both:] = source[both:]
+
+
+@lru_cache(maxsize=256)
+def _products(factor: int) -> numpy.typing.NDArray[numpy.uint8]:
+    return numpy.array([product(factor, other) for other in range(256)], numpy.uint8)

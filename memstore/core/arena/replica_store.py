@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from memstore.core.arena.adoption import adopt
 from memstore.core.arena.claimed_memory import ClaimedMemory, Limit
 from memstore.core.arena.memory_ports import Clock, ManifestFiles, SealFollower, SlotHeader, SlotMemory
-from memstore.core.arena.parity_rows import IncomingParity, ParityBefore, ParityRow, add_into
+from memstore.core.arena.parity_rows import AddInto, IncomingParity, ParityBefore, ParityRow, add_into
 from memstore.core.arena.replica_index import LOCAL_SENDER, IncomingReplica, ReplicaIndex, StoredReplica
 from memstore.core.arena.slot_table import Owner, PeerShare, SlotState, SlotTable
 from memstore.core.format.manifest import (
@@ -33,7 +33,7 @@ from memstore.core.format.manifest import (
 )
 from memstore.errors import CapacityError, ConfigError, DigestMismatch, IntegrityError
 from recovery.inventory import ShardId
-from recovery.parity import ParitySet, row_of, set_of
+from recovery.parity import ParitySet, set_of
 
 M_co = TypeVar("M_co", bound=SlotMemory, covariant=True)
 F_co = TypeVar("F_co", bound=ManifestFiles, covariant=True)
@@ -60,6 +60,7 @@ class ReplicaStore(Generic[M_co, F_co]):
         lock: AbstractContextManager[Any],
         room_lock: AbstractContextManager[Any],
         parity_lock: AbstractContextManager[Any],
+        add: AddInto = add_into,
     ) -> None:
         """Adopt what an earlier holder left (R6).
 
@@ -73,8 +74,9 @@ class ReplicaStore(Generic[M_co, F_co]):
             lock: The lock of all that it has; a thread may take it again.
             room_lock: Held while the arena grows or shrinks.
             parity_lock: Held while a chunk is added to a row of parity.
+            add: Adds it.
         """
-        self.lock, self.parity_lock = lock, parity_lock
+        self.lock, self.parity_lock, self.add_into = lock, parity_lock, add
         self.arena, self.manifests, self.clock = arena, manifests, clock
         self.chunk_bytes = chunk_bytes
         self.table = SlotTable(arena.slots_count)
@@ -327,10 +329,10 @@ class ReplicaStore(Generic[M_co, F_co]):
         It is dropped where there is no slot for the row, and where the parity was given up meanwhile: the sender finds
         it lacking.
         """
-        number = row_of(parity.ranks, chunk)
+        number = parity.row_of(rank, chunk)
         with self.parity_lock:
             with self.lock:
-                if parity.is_over or parity.is_added(rank, chunk, digest):
+                if number is None or parity.is_over or parity.is_added(rank, chunk, digest):
                     return
                 row = parity.rows.get(number)
                 slot = row.slot if row is not None else self.table.receive()
@@ -341,7 +343,7 @@ class ReplicaStore(Generic[M_co, F_co]):
                 self.flush()
             is_added = False
             try:
-                add_into(self.arena.view(slot), row.nbytes, data)
+                self.add_into(self.arena.view(slot), row.nbytes, data, parity.ranks.factor(number, rank))
                 row.nbytes = max(row.nbytes, data.nbytes)
                 is_added = True
             finally:
@@ -359,13 +361,20 @@ class ReplicaStore(Generic[M_co, F_co]):
         """Digest the rows of parity in which every shard is, and store it; None if it was given up meanwhile.
 
         Raises:
+            CapacityError: There is no slot for a row that has no chunk in it.
             IntegrityError: A row that was stored before went bad meanwhile.
         """
         with self.lock:  # another shard's seal may be storing it, too
             sizes, shared = parity.row_sizes(), parity.shared_rows()
+            stored_rows = {**shared, **parity.stored_rows}
+            for number in range(len(sizes)):
+                if number not in parity.rows and number not in stored_rows:
+                    self._open_empty_row(parity, number)
+            self.flush()
             slots = {number: row.slot for number, row in parity.rows.items()}
+            for number, begun in parity.rows.items():
+                self.arena.view(begun.slot)[begun.nbytes : sizes[number]] = bytes(sizes[number] - begun.nbytes)
         self.verify_old(list(shared.values()), [sizes[number] for number in shared])
-        stored_rows = {**shared, **parity.stored_rows}
         fresh = {n: chunk_digest(self.arena.view(slot, sizes[n])) for n, slot in slots.items()}
         with self.lock:
             if parity.is_over:
@@ -386,6 +395,12 @@ class ReplicaStore(Generic[M_co, F_co]):
                 return self.finish(LOCAL_SENDER, encode_manifest(manifest), manifest)
             finally:
                 self.abort_incoming(LOCAL_SENDER, parity.shard)
+
+    def _open_empty_row(self, parity: IncomingParity, number: int) -> None:
+        slot = self.table.receive()
+        if slot is None:
+            raise CapacityError(f"row {number} of {parity.shard} has no chunk in it, and there is no slot for it")
+        parity.rows[number] = ParityRow(slot)
 
     def parity_before(self, parity: ShardId, ranks: ParitySet) -> ParityBefore:
         """Return the newest parity of the rank's host in this set, of an older step; an empty one if there is none."""
@@ -409,7 +424,7 @@ class ReplicaStore(Generic[M_co, F_co]):
             self.unpin(stored, pin)
         data = {summand.rank: summand_manifest(manifest, summand.rank) for summand in stored.spec.summands}
         chunks = {rank: decode_manifest(each).chunks for rank, each in data.items() if each is not None}
-        rows = {number: stored.digests[number] for number, slot in enumerate(stored.slots) if slot is not None}
+        rows = {number: manifest.chunks[number] for number, slot in enumerate(stored.slots) if slot is not None}
         return ParityBefore(rows, chunks)
 
     def abort_parity(self, is_meant: Callable[[IncomingParity], bool]) -> None:

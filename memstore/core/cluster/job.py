@@ -536,34 +536,34 @@ class Job:
         for hosts in self.parity.get(step, {}).values():
             for copy in hosts.values():
                 ranks = set_of(copy.shard, copy.spec)
-                found.update(dict.fromkeys(ranks, ranks))
+                found.update(dict.fromkeys(ranks.ranks, ranks))
         self._older_sets = {each: sets for each, sets in self._older_sets.items() if each in self.parity}
         self._older_sets[step] = when, found
         return found
 
     def parity_hosts(self, step: StepId, rank: int) -> dict[int, list[str]]:
         """Return, by the other ranks of a rank's set, the hosts with that rank's whole parity, its own shard in it."""
-        commit, found = self.commits.get(step), dict[int, list[str]]()
-        for other in self.parity_sets(step).get(rank, ()):
-            if other != rank:
-                found[other] = [
-                    host
-                    for host, copy in self.parity.get(step, {}).get(other, {}).items()
-                    for each in copy.spec.summands
-                    if each.rank == rank and not copy.missing and (not commit or each.digest == commit.digests[rank])
-                ]
+        commit, found, ranks = self.commits.get(step), dict[int, list[str]](), self.parity_sets(step).get(rank)
+        for other in ranks.others(rank) if ranks is not None else ():
+            found[other] = [
+                host
+                for host, copy in self.parity.get(step, {}).get(other, {}).items()
+                for each in copy.spec.summands
+                if each.rank == rank and not copy.missing and (not commit or each.digest == commit.digests[rank])
+            ]
         return found
 
     def parity_members(self, step: StepId, rank: int) -> list[str]:
-        """Return a host of a rank's shard and the hosts that have it in their parity; [] if the set lacks one."""
-        kept = self.parity_hosts(step, rank).values()
+        """Return a host of a rank's shard and, of each other rank of its set, one that has it in its parity."""
+        kept = [min(hosts) for hosts in self.parity_hosts(step, rank).values() if hosts]
         own = [host for host, copy in self.copies.get(step, {}).get(rank, {}).items() if not copy.missing]
-        return [min(own), *(min(hosts) for hosts in kept)] if own and kept and all(kept) else []
+        return [min(own), *kept] if own else []
 
-    def is_in_parity(self, step: StepId, rank: int, among: Collection[str] | None = None) -> bool:
-        """Return whether all other ranks of a rank's set have its shard in their parity, on some of these hosts."""
-        hosts = self.parity_hosts(step, rank).values()
-        return bool(hosts) and all(any(among is None or host in among for host in each) for each in hosts)
+    def parity_copies(self, step: StepId, rank: int, among: Collection[str] | None = None) -> int:
+        """Return for how many copies of a shard its parity on some hosts stands: one fewer for each that lacks."""
+        hosts, ranks = self.parity_hosts(step, rank).values(), self.parity_sets(step).get(rank)
+        lacking = sum(all(among is not None and host not in among for host in each) for each in hosts)
+        return max(0, ranks.spare - lacking) if ranks is not None else 0
 
     def shards_on(self, step: StepId) -> dict[str, list[ShardId]]:
         """Return, by host, the copies and the parity of a step."""

@@ -109,7 +109,7 @@ class Departures:
             in_parity = [r for r, hosts in job.parity.get(step, {}).items() if host in hosts]
             ranks = {
                 *job.on_host.get(host, {}).get(step, ()),
-                *(o for r in in_parity for o in job.parity_sets(step)[r]),
+                *(o for r in in_parity for o in job.parity_sets(step)[r].ranks),
             }
             counts = [self._elsewhere_count(job, step, rank, staying) for rank in ranks]
             few = [count for count in counts if count < attempt.replicas]
@@ -137,7 +137,7 @@ class Departures:
     def _elsewhere_count(self, job: Job, step: StepId, rank: int, staying: set[str]) -> int:
         digest, copies = job.commits[step].digests[rank], job.copies[step].get(rank, {}).items()
         whole = [h for h, copy in copies if h in staying and not copy.missing and copy.spec.digest == digest]
-        return len(self.state.hosts.domains(whole)) + job.is_in_parity(step, rank, staying)
+        return len(self.state.hosts.domains(whole)) + job.parity_copies(step, rank, staying)
 
 
 # -- last copies --------------------------------------------------------------------------------------

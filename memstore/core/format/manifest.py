@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 import xxhash
@@ -28,7 +29,7 @@ CHUNK_BYTES_MAX = 1 << 30
 LAYOUT_BYTES_MAX = 64 << 20  # plain objects live in the layout: 64 MiB is some 10 million numbers
 MANIFEST_BYTES_MAX = 2 * LAYOUT_BYTES_MAX  # a layout and the digests of a 16 TiB shard in 4 MiB chunks
 _INT_LIMIT = 1 << 62
-_SUMMANDS = msgspec.msgpack.Decoder(list[tuple[int, bytes]])
+_SUMMANDS = msgspec.msgpack.Decoder(tuple[Annotated[int, msgspec.Meta(ge=1, le=2)], list[tuple[int, bytes]]])
 _ROW = msgspec.msgpack.Decoder(tuple[int, str, int, int, int, int, int, int, bytes, bytes])
 
 
@@ -80,23 +81,23 @@ def chunk_sizes(nbytes: int, chunk_bytes: int) -> list[int]:
 
 def spec_of(manifest: Manifest, digest: str) -> ShardSpec:
     """Return what planners need to know of a shard; `digest` is `shard_digest` of its manifest."""
-    rows = _summand_rows(manifest.layout) if manifest.shard.is_parity else []
+    spare, rows = _summand_rows(manifest.layout) if manifest.shard.is_parity else (0, [])
     summands = tuple(Summand(rank, shard_digest(data), decode_manifest(data).nbytes) for rank, data in rows)
     count = len(manifest.chunks)
-    return ShardSpec(digest, manifest.nbytes, manifest.chunk_bytes, count, manifest.world_size, summands)
+    return ShardSpec(digest, manifest.nbytes, manifest.chunk_bytes, count, manifest.world_size, summands, spare)
 
 
-def encode_summands(manifests: Mapping[int, bytes]) -> bytes:
-    """Return the layout of parity: by rank, the manifests of the shards that are added into it."""
-    return msgspec.msgpack.encode(sorted(manifests.items()))
+def encode_summands(manifests: Mapping[int, bytes], spare: int) -> bytes:
+    """Return the layout of parity: how many rows a chunk is in, and by rank the manifests of the shards added up."""
+    return msgspec.msgpack.encode((spare, sorted(manifests.items())))
 
 
 def summand_manifest(parity: Manifest, rank: int) -> bytes | None:
     """Return the manifest of a rank's shard that is added into this parity; None if none is."""
-    return dict(_summand_rows(parity.layout)).get(rank)
+    return dict(_summand_rows(parity.layout)[1]).get(rank)
 
 
-def _summand_rows(layout: bytes) -> list[tuple[int, bytes]]:
+def _summand_rows(layout: bytes) -> tuple[int, list[tuple[int, bytes]]]:
     try:
         return _SUMMANDS.decode(layout)
     except (ValueError, msgspec.MsgspecError) as error:

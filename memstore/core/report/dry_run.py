@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import combinations
 
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Attempt, Call, Job
@@ -115,11 +116,11 @@ class DryRuns:
 
     @staticmethod
     def _fatal(job: Job, step: StepId, rank: int, hosts: Collection[str]) -> list[list[str]]:
-        """Return sets of hosts that take chunks of a shard along: all with a copy, and any one with its parity."""
+        """Return sets of hosts that take chunks of a shard along: all with a copy, and enough with its parity."""
         copies = job.copies.get(step, {}).get(rank, {})
         own = [h for h, c in copies.items() if h in hosts and not c.missing]
         parity = [host for host in job.parity_members(step, rank)[1:] if host in hosts]
-        return [[*own, host] for host in parity] or [own]
+        return [[*own, *hosts] for hosts in combinations(parity, job.parity_copies(step, rank))]
 
 
 def _said(host: str, there: set[str]) -> str:

@@ -126,7 +126,7 @@ class RedundancyMonitor:
         ranks = job.copies.get(step, {})
         whole = {r: sum(not c.missing for c in ranks.get(r, {}).values()) for r in range(job.commits[step].world_size)}
         for rank in job.parity_sets(step):
-            whole[rank] += job.is_in_parity(step, rank)
+            whole[rank] += job.parity_copies(step, rank)
         return {rank: attempt.replicas - count for rank, count in whole.items() if count < attempt.replicas}
 
     def _look(self, job: Job) -> None:
@@ -167,7 +167,9 @@ class Odds:
 
 
 def survival(
-    shards: Sequence[Collection[Copy]], topology: Topology, parity: Mapping[int, Sequence[str]] | None = None
+    shards: Sequence[Collection[Copy]],
+    topology: Topology,
+    parity: Mapping[int, tuple[int, Sequence[str]]] | None = None,
 ) -> list[SurvivalRow]:
     """Return, coarsest level first, how many domains may be lost with every shard keeping a whole copy.
 
@@ -179,8 +181,8 @@ def survival(
         topology: The hosts that are not dead. Copies on other hosts do not count. A level that labels none of them
             is left out; hosts without the label share one domain (R18), and hosts on one machine that are not
             explicit share that of the machine (R1).
-        parity: By rank, the hosts of its parity set, if each but its own has the shard whole in its parity. Together
-            they stand for one more domain than its copies have, if no two of them are in one.
+        parity: By rank, for how many copies its parity stands, and the hosts of its set that have it, its own first.
+            For one fewer with each of them that is in the domain of another.
 
     Complexity: levels x (copies + copies x damaged chunks).
     Source: ours.
@@ -191,13 +193,12 @@ def survival(
             continue
         least, fatal = len(topology.hosts), set()
         for rank, copies in enumerate(shards):
-            there = [
-                topology.hosts[host].domain(level) for host in (parity or {}).get(rank, ()) if host in topology.hosts
-            ]
-            is_apart = bool(there) and len({*there}) == len((parity or {})[rank])
+            count, members = (parity or {}).get(rank, (0, ()))
+            there = {topology.hosts[host].domain(level) for host in members if host in topology.hosts}
+            more = max(0, count - (len(members) - len(there)))
             for domains in _domains_by_chunk([c for c in copies if c.host in topology.hosts], level, topology):
-                least = min(least, len(domains) + is_apart)
-                fatal |= domains if len(domains) + is_apart == 1 else set()
+                least = min(least, len(domains) + more)
+                fatal |= domains if len(domains) + more == 1 else set()
         words = sorted(_in_words(topology, level, domain) for domain in fatal) if least == 1 else []
         found.append(SurvivalRow(level=level, tolerated=least - 1, fatal=words))
     return found
@@ -211,7 +212,7 @@ def survival_odds(takers: Iterable[Iterable[str]], hosts: Collection[str], lost_
     itself where each of `takers` has exactly `lost_count` hosts or more.
 
     Args:
-        takers: Hosts without which a shard is lost: all that hold a whole copy of it, and one of its parity, if any.
+        takers: Hosts without which a shard is lost: all that hold a whole copy of it, and with parity one or two of it.
         hosts: All hosts that may be lost, equally likely.
         lost_count: How many are lost.
 

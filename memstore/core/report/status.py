@@ -234,7 +234,8 @@ class StatusReport:
             [c for c in ranks.get(rank, {}).values() if c.spec.digest == commit.digests[rank]]
             for rank in range(commit.world_size)
         ]
-        parity = {rank: job.parity_members(step, rank) for rank in job.parity_sets(step)}
+        sets = job.parity_sets(step)
+        parity = {rank: (job.parity_copies(step, rank), job.parity_members(step, rank)) for rank in sets}
         return survival(shards, self.state.hosts.topology(self.state.hosts.live_ids()), parity)
 
     def _job(self, job: Job) -> JobRow:
@@ -403,9 +404,10 @@ class StatusReport:
     def _why_not_copied(self, job: Job, shard: ShardId, host: str) -> str:
         """Return why repair cannot copy a shard to a host, or add parity up there, or ""."""
         step = StepId(shard.attempt, shard.step)
-        for rank in job.parity_sets(step).get(shard.rank, ()) if shard.is_parity else ():
+        ranks = job.parity_sets(step).get(shard.rank) if shard.is_parity else None
+        for rank in ranks.others(shard.rank) if ranks is not None else ():
             copies = job.copies.get(step, {}).get(rank, {})
-            if rank != shard.rank and {h for h, copy in copies.items() if not copy.missing} == {host}:
+            if {h for h, copy in copies.items() if not copy.missing} == {host}:
                 return f"it alone has the shard of rank {rank}, which is in the same parity"
         unroomed = self.room.unroomed.get((job.name, host))
         refusal = unroomed.why if unroomed is not None else job.refusals.get((shard, host), "")

@@ -168,7 +168,7 @@ def fewest_copies(state: ClusterState, job: Job, step: StepId) -> int:
     if len(ranks) < commit.world_size:
         return 0
     whole = {rank: [h for h, c in hosts.items() if not c.missing] for rank, hosts in ranks.items()}
-    return min(len(state.hosts.domains(hosts)) + job.is_in_parity(step, rank) for rank, hosts in whole.items())
+    return min(len(state.hosts.domains(hosts)) + job.parity_copies(step, rank) for rank, hosts in whole.items())
 
 
 # -- steps that are gone ------------------------------------------------------------------------------

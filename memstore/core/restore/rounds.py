@@ -45,7 +45,7 @@ from memstore.core.wire.reports import Brought
 from memstore.core.wire.status_rows import BytesByTier, RejectedStep
 from recovery.inventory import Copy, Inventory, ShardId, StepId
 from recovery.lineage import in_lineage
-from recovery.parity import row_of, set_of
+from recovery.parity import set_of
 from recovery.planner import RecoveryPlan, plan
 
 ADOPTED = "adopted by a restore"  # a whole step without a commit fact that a restore chose
@@ -480,8 +480,10 @@ class Rounds:
         for kept in list(job.parity.get(step, {}).values()):
             copy = kept.get(host)
             if copy is not None and any(each.rank == rank for each in copy.spec.summands):
-                rows = {row_of(set_of(copy.shard, copy.spec), chunk) for chunk in chunks}
-                job.add_copy(Copy(copy.shard, copy.spec, host, copy.missing | rows))
+                ranks = set_of(copy.shard, copy.spec)
+                rows = (ranks.row_of(copy.shard.rank, rank, chunk) for chunk in chunks)
+                missing = copy.missing.union(row for row in rows if row is not None)
+                job.add_copy(Copy(copy.shard, copy.spec, host, missing))
 
     def _go_on(self, now: float, active: Round) -> None:
         """Send every rank its shard and the slots of its bytes, once all are here and the decision is a fact.

@@ -5,7 +5,7 @@ asked --planned--> the reader's host brings it, from hosts or durable storage --
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from memstore.core.cluster.effects import Effects
@@ -21,7 +21,7 @@ from memstore.core.wire.orders import Bring, ChunkRange, DurablePlace, Run
 from memstore.core.wire.peer_messages import ShardHost
 from memstore.core.wire.replies import RestoreReport, ShardReady
 from memstore.core.wire.reports import Brought
-from recovery.inventory import ShardId, ShardSpec, StepId
+from recovery.inventory import Copy, ShardId, ShardSpec, StepId
 from recovery.lineage import in_lineage
 from recovery.planner import RecoveryPlan, plan
 from recovery.transfers import Transfer
@@ -167,18 +167,26 @@ class SingleReads:
         return self._count
 
     def _others(self, job: Job, shard: ShardId) -> tuple[ShardHost, ...]:
-        """Return where the other shards of a parity set are: for each a host whose copy lacks fewest chunks."""
-        step, found = StepId(shard.attempt, shard.step), dict[int, str]()
-        for parity in (copy for hosts in job.parity.get(step, {}).values() for copy in hosts.values()):
-            if any(each.rank == shard.rank for each in parity.spec.summands):
+        """Return where the other shards of a parity set are: for each a host whose copy lacks fewest chunks.
+
+        Of a set that survives two losses, also where each rank's parity is.
+        """
+        step, found = StepId(shard.attempt, shard.step), dict[tuple[int, bool], ShardHost]()
+
+        def add(rank: int, copies: Iterable[Copy], *, is_parity: bool) -> None:
+            live = [copy for copy in copies if self.state.hosts.is_live(copy.host)]
+            if live:
+                best = min(live, key=lambda copy: (len(copy.missing), copy.host))
+                found[rank, is_parity] = ShardHost(rank, best.host, best.spec.digest if is_parity else None)
+
+        for rank, kept in job.parity.get(step, {}).items():
+            meant = [copy for copy in kept.values() if any(each.rank == shard.rank for each in copy.spec.summands)]
+            for parity in meant:
                 for each in parity.spec.summands:
-                    copies = job.copies.get(step, {}).get(each.rank, {})
-                    live = [
-                        h for h, c in copies.items() if self.state.hosts.is_live(h) and c.spec.digest == each.digest
-                    ]
-                    if live:
-                        found[each.rank] = min(live, key=lambda h: (len(copies[h].missing), h))
-        return tuple(ShardHost(rank, host) for rank, host in sorted(found.items()) if rank != shard.rank)
+                    copies = job.copies.get(step, {}).get(each.rank, {}).values()
+                    add(each.rank, (copy for copy in copies if copy.spec.digest == each.digest), is_parity=False)
+            add(rank, (parity for parity in meant if parity.spec.spare > 1), is_parity=True)
+        return tuple(found[key] for key in sorted(found) if key != (shard.rank, False))
 
     def _plan_at(self, host: str, job: Job, attempt: Attempt, only: StepId | None, world_size: int) -> RecoveryPlan:
         """Return the plan to bring all ranks' shards to one host; none for another world size (R27)."""

@@ -184,9 +184,10 @@ class ClusterView:
         ranks_of: dict[str, list[int]] = {}
         for rank, member in attempt.members.items():
             ranks_of.setdefault(member.host_id, []).append(rank)
-        groups = parity_groups(self.state.hosts.topology(sorted(ranks_of)), placement.level, attempt.parity)
-        found = [ranks for ranks in parity_sets(groups, ranks_of) if max(needs[rank] for rank in ranks) > 1]
-        return {rank: ranks for ranks in found for rank in ranks}
+        spare = attempt.replicas - 1
+        groups = parity_groups(self.state.hosts.topology(sorted(ranks_of)), placement.level, attempt.parity, spare)
+        found = [ranks for ranks in parity_sets(groups, ranks_of, spare) if max(needs[rank] for rank in ranks) > 1]
+        return {rank: ParitySet(ranks, spare) for ranks in found for rank in ranks}
 
     def _substitute_for(self, job: Job, leaving: str) -> str:
         """Return a staying host to replace one that is to go; one that has its copies already, if there is one."""
@@ -226,10 +227,11 @@ class ClusterView:
         lookup = PeerHostLookup(self, job, attempt)
         found = self.shared_shards.rows(attempt, lookup.peer_hosts)
         for rank, member in attempt.members.items():
-            ranks = attempt.parity_sets.get(rank, ())
+            ranks = attempt.parity_sets.get(rank)
             if ranks or (rank % attempt.scatter and rank not in attempt.writers):
-                members = tuple(ShardHost(each, attempt.members[each].host_id) for each in ranks)
-                row = RankTargets(rank, tuple(lookup.peer_hosts(rank)), (), members)
+                others, spare = (ranks.ranks, ranks.spare) if ranks is not None else ((), 0)
+                members = tuple(ShardHost(each, attempt.members[each].host_id) for each in others)
+                row = RankTargets(rank, tuple(lookup.peer_hosts(rank)), (), members, spare)
                 found.setdefault(member.host_id, []).append(row)
         return found
 

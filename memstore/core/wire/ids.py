@@ -26,6 +26,7 @@ Tag = Annotated[str, Meta(pattern=r"^(?:[0-9a-f]{16})?\Z", description="a slice'
 Tags = Annotated[
     str, Meta(pattern=r"^(?:[0-9a-f]{16}|-)?(?:,(?:[0-9a-f]{16}|-)?)*\Z", description="tags of slices, in order")
 ]
+Spare = Annotated[int, Meta(ge=0, le=2, description="rows of parity that a chunk is added into; 0: none")]
 ChunkDigest = Annotated[bytes, Meta(min_length=16, max_length=16, description="xxh3-128 of a chunk")]
 
 
@@ -98,18 +99,21 @@ class WireSpec(Row, frozen=True):
     chunks_count: Unsigned
     world_size: Unsigned
     summands: tuple[WireSummand, ...] = ()
+    spare: Spare = 0
 
     @classmethod
     def of(cls, spec: ShardSpec) -> WireSpec:
         """Return the row of a spec."""
         summands = tuple(WireSummand(each.rank, each.digest, each.nbytes) for each in spec.summands)
-        return cls(spec.digest, spec.nbytes, spec.chunk_bytes, spec.chunks_count, spec.world_size, summands)
+        sizes = (spec.nbytes, spec.chunk_bytes, spec.chunks_count, spec.world_size)
+        return cls(spec.digest, *sizes, summands, spec.spare)
 
     @property
     def spec(self) -> ShardSpec:
         """Return the spec."""
         summands = tuple(Summand(each.rank, each.digest, each.nbytes) for each in self.summands)
-        return ShardSpec(self.digest, self.nbytes, self.chunk_bytes, self.chunks_count, self.world_size, summands)
+        sizes = (self.nbytes, self.chunk_bytes, self.chunks_count, self.world_size)
+        return ShardSpec(self.digest, *sizes, summands, self.spare)
 
 
 class WireCopy(Row, frozen=True):

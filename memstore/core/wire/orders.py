@@ -13,6 +13,7 @@ from memstore.core.wire.ids import (
     Endpoints,
     Name,
     Positive,
+    Spare,
     Tag,
     Unsigned,
     WireShard,
@@ -97,6 +98,7 @@ class RankTargets(Row, frozen=True):
     """Ranks that write the same."""
     parity_set: tuple[ShardHost, ...] = ()
     """The ranks on whose hosts its shard is added into parity, with its own; none: it is not."""
+    spare: Spare = 0
 
 
 class PushTargets(Message, frozen=True, tag="targets"):

@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from memstore.core.wire.codec import Decoder, Message, Request, Row
 from memstore.core.wire.ids import ChunkDigest, Digest, Positive, Unsigned, WireShard
+from recovery.parity import ParitySet
 
 R = TypeVar("R")
 
@@ -78,10 +79,21 @@ class ManifestFound(Message, frozen=True, tag="manifest_found"):
 
 
 class ParityOf(Row, frozen=True):
-    """The parity that chunks are added into: of this rank's host, in this set of ranks, of 2k + 1 at most."""
+    """The parity that chunks are added into: of this rank's host, in this set of ranks."""
 
     rank: Unsigned
-    ranks: Annotated[tuple[Unsigned, ...], Meta(min_length=3, max_length=125, description="a parity set")]
+    ranks: Annotated[tuple[Unsigned, ...], Meta(min_length=3, max_length=127, description="a parity set")]
+    spare: Annotated[int, Meta(ge=1, le=2, description="rows that a chunk is added into")]
+
+    @classmethod
+    def of(cls, rank: int, ranks: ParitySet) -> ParityOf:
+        """Return the row of a rank's parity."""
+        return cls(rank, ranks.ranks, ranks.spare)
+
+    @property
+    def set(self) -> ParitySet:
+        """Return the set."""
+        return ParitySet(self.ranks, self.spare)
 
 
 class IncomingRequest(Request[R], Generic[R], frozen=True, kw_only=True):
@@ -136,6 +148,8 @@ class ShardHost(Row, frozen=True):
 
     rank: Unsigned
     host: str
+    parity: Digest | None = None
+    """Not of its shard, but of the parity that the rank's host keeps: the digest."""
 
 
 class FetchManifest(Request[ManifestFound], frozen=True, tag="fetch_manifest"):
@@ -152,7 +166,7 @@ class FetchChunks(Request[Done], frozen=True, tag="fetch_chunks"):
     digest: Digest
     chunks: tuple[Unsigned, ...]
     others: tuple[ShardHost, ...] = ()
-    """Where the other shards of its parity set are: a holder that has parity of it decodes the chunks."""
+    """Where the other shards of its parity set are, and parity: a holder that has some of it decodes the chunks."""
 
 
 class Verify(Request[ChunksLacking], frozen=True, tag="verify"):

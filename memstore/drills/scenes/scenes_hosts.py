@@ -13,7 +13,7 @@ from memstore.errors import DrillError
 from memstore.testing.faults.arena_files import arena_identity
 from memstore.testing.faults.processes import Process, wait_gone
 from memstore.testing.ranks.rank import Restored
-from placement.parity_sets import RANKS_MIN
+from placement.parity_sets import DATA_MIN
 
 NOTICE_S = 30.0  # clouds give spot instances 30 to 120 s
 SET_MAX = 16  # shards in a row, so that the ranks of all hosts that a drill may have are one parity set
@@ -152,8 +152,8 @@ class LoseHostParity(KillHost):
     job_fields: ClassVar[Mapping[str, Any]] = {"replicas": 2, "parity": SET_MAX}
 
     def setup(self) -> None:
-        if len(self.job.ranks) < RANKS_MIN:
-            raise DrillError(f"{len(self.job.ranks)} ranks keep copies: parity is of {RANKS_MIN} or more (--hosts)")
+        if len(self.job.ranks) < DATA_MIN + 1:
+            raise DrillError(f"{len(self.job.ranks)} ranks keep copies: parity is of {DATA_MIN + 1} or more (--hosts)")
         super().setup()
 
     def holders_of(self, rank: int) -> list[str]:

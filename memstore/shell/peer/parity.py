@@ -1,21 +1,22 @@
 """Adds other hosts' chunks into rows of parity here, and decodes chunks of a lost shard from them (R37).
 
 Each chunk is received into a buffer and digested before it touches its row: what was added cannot be taken out again.
-A lost chunk is its row with the chunks of the other shards in it added once more; they are fetched from their hosts,
-and what comes out is digested against the lost shard's own manifest.
+A lost chunk is its row with the chunks of the other shards in it added once more, each times a factor; they are
+fetched from their hosts. Where another one of these is lost, too, so is the second row of the same chunks, which is on
+another host. What comes out is digested against the lost shard's own manifest.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from memstore.core.arena.parity_rows import IncomingParity, ParityBefore, add_into
+from memstore.core.arena.parity_rows import IncomingParity, ParityBefore
 from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
 from memstore.core.arena.replica_store import Store
-from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest, shard_digest, summand_manifest
+from memstore.core.format.manifest import Chunk, chunk_digest, decode_manifest, shard_digest, summand_manifest
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.peer_messages import (
@@ -42,19 +43,52 @@ from memstore.shell.peer.chunk_frames import (
     runs,
 )
 from recovery.inventory import Copy, ShardId
-from recovery.parity import chunks_at, row_of, rows_count, set_of
+from recovery.parity import ParitySet, set_of
 
 DECODED_BYTES = 4 << 20  # fetched, decoded and sent before the next: else the link of who asks is idle meanwhile
 IDLE_S = 120.0  # without a chunk, until parity that lacks some is given up
 
 
 @dataclass(frozen=True, slots=True)
-class _Added:
-    """A shard that is in a host's parity, and a host that has it."""
+class _Part:
+    """What is added up in rows, or rows of the same chunks, and a host that has it; "": none has."""
 
-    manifest: Manifest
+    shard: ShardId
     digest: str
     host: str
+    chunks: tuple[Chunk, ...] = ()
+
+
+@dataclass(slots=True)
+class _Sum:
+    """A chunk that is added up; empty if it is lost."""
+
+    data: bytearray
+    second: int = 0  # the factor of the second row of the same chunks; 0: it is not needed
+    factors: Mapping[int, int] = field(default_factory=dict)  # of others' chunks, by rank
+    parts: list[tuple[_Part, int]] = field(default_factory=list)  # with which chunk, or row, of each
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """All that a host may decode with from its parity."""
+
+    ranks: ParitySet
+    owner: int  # the rank whose parity it is
+    by_rank: Mapping[int, _Part]
+    second: _Part | None  # the next rank's parity, which has the second row of the same chunks; None: none is known
+
+    def row_of(self, rank: int, chunk: int) -> int | None:
+        """Return the row that a rank's chunk is in; None if it is in none here."""
+        return self.ranks.row_of(self.owner, rank, chunk)
+
+    def chunks_in(self, rank: int, rows: Collection[int]) -> dict[int, int]:
+        """Return by row the chunks that a rank has in some rows."""
+        return {
+            row: chunk
+            for chunk, row in self.ranks.rows_at(self.owner, rank, len(self.by_rank[rank].chunks)).items()
+            if row in rows
+        }
 
 
 class OtherHolder(Protocol):
@@ -93,9 +127,9 @@ class ParityServer:
             return Refused(why=f"attempt {offer.attempt} of job {shard.job!r} is fenced here", is_final=True)
         if shard.job not in self.replicas.index.shares:  # a host that stands in for a lost one has reserved nothing
             with contextlib.suppress(CapacityError):
-                self.replicas.ensure_free(rows_count(of.ranks, offer.chunks_count))
+                self.replicas.ensure_free(of.set.rows_count(offer.chunks_count))
         is_first = parity not in self.replicas.index.parity
-        before = self.replicas.parity_before(parity, of.ranks) if is_first else ParityBefore()
+        before = self.replicas.parity_before(parity, of.set) if is_first else ParityBefore()
         with self.replicas.lock:
             known = self.replicas.index.find(parity)
             if known is not None and offer.digest is None:
@@ -103,15 +137,15 @@ class ParityServer:
             if known is not None and not any(s.digest == offer.digest for s in known.spec.summands):
                 return Refused(why=f"{parity} is here, with other bytes of rank {shard.rank}", is_final=True)
             if known is None or known.missing or known.is_doomed:
-                return self._open(offer, parity, of.ranks, known, before)
+                return self._open(offer, parity, of.set, known, before)
         self.on_sealed(Copy(parity, known.spec, self.host_id))  # the report may be lost with a controller or a session
         return HasCopy()
 
     def _open(
-        self, offer: Offer, parity: ShardId, ranks: tuple[int, ...], known: StoredReplica | None, before: ParityBefore
+        self, offer: Offer, parity: ShardId, ranks: ParitySet, known: StoredReplica | None, before: ParityBefore
     ) -> Done | Refused:
         """Open the parity, or let one shard more be added into the one that is open. Needs the store's lock."""
-        index, count = self.replicas.index, rows_count(ranks, offer.chunks_count)
+        index, count = self.replicas.index, ranks.rows_count(offer.chunks_count)
         begun = index.parity.get(parity)
         if begun is not None and begun.ranks != ranks:
             return Refused(why=f"{parity} is of the set {begun.ranks} here, not {ranks}", is_final=True)
@@ -135,16 +169,11 @@ class ParityServer:
     def chunks(self, channel: Channel, request_id: int, batch: ChunkBatch, of: ParityOf) -> Done | Refused:
         """Say which chunks are not added yet, then receive each, check its digest, and add it."""
         parity, rank = self.replicas.index.parity.get(_parity_id(batch.shard, of)), batch.shard.rank
-        if parity is None or parity.ranks != of.ranks:
+        if parity is None or parity.ranks != of.set:
             return Refused(why="no such parity is being added up", is_final=False)
-        last = max((chunk.index for chunk in batch.chunks), default=0)
-        allowed = chunks_at(parity.ranks, parity.shard.rank, rank, last + 1)
-        strange = [c for c in batch.chunks if c.index not in allowed or c.nbytes > self.replicas.chunk_bytes]
-        if (
-            strange
-            or row_of(parity.ranks, last) >= parity.rows_count
-            or len({c.index for c in batch.chunks}) != len(batch.chunks)
-        ):
+        rows = [parity.row_of(rank, chunk.index) for chunk in batch.chunks]
+        is_strange = any(row is None or row >= parity.rows_count for row in rows) or len({*rows}) != len(rows)
+        if is_strange or any(chunk.nbytes > self.replicas.chunk_bytes for chunk in batch.chunks):
             raise ProtocolError(
                 f"{channel.peer}: chunks {[c.index for c in batch.chunks][:64]} do not belong into {parity.shard}, "
                 f"which was offered {parity.rows_count} rows"
@@ -176,12 +205,13 @@ class ParityServer:
         shard, parity_id = seal.shard.id, _parity_id(seal.shard, of)
         manifest, digest = decode_manifest(seal.manifest), shard_digest(seal.manifest)
         parity = self.replicas.index.parity.get(parity_id)
-        if parity is None or parity.ranks != of.ranks:
+        if parity is None or parity.ranks != of.set:
             if self._is_stored(shard, digest):
                 return HasCopy()  # the answer was lost, and the request came again
             return Refused(why="no such parity is being added up: it was given up or fenced", is_final=False)
-        rows = rows_count(parity.ranks, len(manifest.chunks))
-        if manifest.shard != shard or rows > parity.rows_count:
+        rows = parity.ranks.rows_count(len(manifest.chunks))
+        is_strange = manifest.shard != shard or manifest.chunk_bytes > self.replicas.chunk_bytes
+        if is_strange or rows > parity.rows_count:
             return Refused(why="the manifest names other chunks than the offer", is_final=True)
         if self.is_fenced(shard.job, parity.attempt):
             self.replicas.abort_parity(lambda each: each is parity)
@@ -209,6 +239,8 @@ class ParityServer:
             stored = self.replicas.finish_parity(parity)
         except TransportError as exc:
             return Refused(why=f"unchanged chunks of a changed row cannot be fetched: {exc}", is_final=False)
+        except CapacityError as exc:
+            return Refused(why=str(exc), is_final=False)
         except IntegrityError as exc:  # a row or a chunk that was to be used again is gone: all is sent again
             self.replicas.abort_parity(lambda each: each is parity)
             return Refused(why=str(exc), is_final=False)
@@ -266,22 +298,32 @@ class ParityServer:
             IntegrityError: There is no parity of it here.
             TransportError: The host of another shard in it cannot be reached.
         """
-        shard, hosts = request.shard.id, {row.rank: row.host for row in request.others}
+        shard = request.shard.id
         stored, pin = self._pinned(shard, request.digest)
         try:
-            rows = decode_manifest(self.replicas.manifest(stored))
-            added = {
-                each.rank: _Added(
-                    decode_manifest(summand_manifest(rows, each.rank) or b""), each.digest, hosts.get(each.rank, "")
-                )
-                for each in stored.spec.summands
-            }
-            chunks = added[shard.rank].manifest.chunks
+            parts = self._parts(stored, request.others)
+            chunks = parts.by_rank[shard.rank].chunks
             wanted = [i for i in request.chunks if i < len(chunks)]
             for part in runs([chunks[i].nbytes for i in wanted], DECODED_BYTES):
-                yield self._decoded(stored, added, shard.rank, wanted[part])
+                yield self._decoded(stored, parts, shard.rank, wanted[part])
         finally:
             self.replicas.unpin(stored, pin)
+
+    def _parts(self, stored: StoredReplica, others: Sequence[ShardHost]) -> _Parts:
+        """Return what a host may decode with, and where the others say that it is."""
+        rows, ranks = decode_manifest(self.replicas.manifest(stored)), set_of(stored.shard, stored.spec)
+        hosts = {row.rank: row.host for row in others if row.parity is None}
+        by_rank: dict[int, _Part] = {}
+        for each in stored.spec.summands:
+            manifest = decode_manifest(summand_manifest(rows, each.rank) or b"")
+            by_rank[each.rank] = _Part(manifest.shard, each.digest, hosts.get(each.rank, ""), manifest.chunks)
+        number = ranks.next(stored.shard.rank)
+        second = (
+            _Part(replace(stored.shard, rank=number), row.parity, row.host)
+            for row in others
+            if row.rank == number and row.parity is not None and ranks.spare > 1
+        )
+        return _Parts(ranks, stored.shard.rank, by_rank, next(second, None))
 
     def decode_into(
         self, replica: IncomingReplica, digest: str, chunks: Sequence[int], others: tuple[ShardHost, ...]
@@ -308,57 +350,106 @@ class ParityServer:
         finally:
             self.replicas.unpin(stored, pin)
         ranks = set_of(stored.shard, stored.spec)
-        here = chunks_at(ranks, stored.shard.rank, shard.rank, len(stored.slots) * (len(ranks) - 1))
-        return ChunksLacking(chunks=tuple(here[row] for row in missing))
+        here = ranks.rows_at(stored.shard.rank, shard.rank, len(stored.slots) * ranks.data)
+        return ChunksLacking(chunks=tuple(chunk for chunk, row in here.items() if row in missing))
 
-    def _decoded(
-        self, stored: StoredReplica, added: Mapping[int, _Added], rank: int, wanted: Sequence[int]
-    ) -> list[bytearray]:
+    def _decoded(self, stored: StoredReplica, parts: _Parts, rank: int, wanted: Sequence[int]) -> list[bytearray]:
         """Return chunks of a shard: what this host has of it, the others from their rows; empty ones are lost."""
-        ranks, chunks = set_of(stored.shard, stored.spec), added[rank].manifest.chunks
-        held = self._fetched(replace(added[rank], host=self.host_id), wanted)
-        here = chunks_at(ranks, stored.shard.rank, rank, len(chunks))
-        left = [at for at, data in enumerate(held) if not data and wanted[at] in here]
-        found = dict(zip(left, self._from_rows(stored, added, rank, [wanted[at] for at in left]), strict=True))
-        return [found.get(at, data) for at, data in enumerate(held)]
+        held = self._fetched(replace(parts.by_rank[rank], host=self.host_id), wanted)
+        rows = [parts.row_of(rank, chunk) if not data else None for chunk, data in zip(wanted, held, strict=True)]
+        asked = {row: chunk for row, chunk in zip(rows, wanted, strict=True) if row is not None}
+        found = self._from_rows(stored, parts, rank, asked)
+        return [data if row is None else found[row] for row, data in zip(rows, held, strict=True)]
 
     def _from_rows(
-        self, stored: StoredReplica, added: Mapping[int, _Added], rank: int, wanted: Sequence[int]
-    ) -> list[bytearray]:
-        ranks, chunks = set_of(stored.shard, stored.spec), added[rank].manifest.chunks
-        rows = [row_of(ranks, chunk) for chunk in wanted]
-        sums = [bytearray(self.replicas.chunk_view(stored, row) or b"") for row in rows]
-        asked: dict[int, dict[int, int]] = {}  # other rank -> place in `wanted` -> its chunk in the same row
-        for other in added.keys() - {rank}:
-            theirs = chunks_at(ranks, stored.shard.rank, other, len(added[other].manifest.chunks))
-            asked[other] = {at: theirs[row] for at, row in enumerate(rows) if row < len(theirs) and sums[at]}
-            found = self._fetched(added[other], list(asked[other].values()))
-            for at, data in zip(asked[other], found, strict=True):
-                if data:
-                    add_into(memoryview(sums[at]), len(sums[at]), memoryview(data))
-                else:
-                    sums[at] = bytearray()
-        for at, chunk in enumerate(wanted):
-            sums[at] = sums[at][: chunks[chunk].nbytes]
-            if sums[at] and chunk_digest(sums[at]) != chunks[chunk].digest:
-                sums[at] = bytearray()
-                self._look_for_damage(stored, rows[at], [(added[r], a[at]) for r, a in asked.items() if at in a])
-        return sums
+        self, stored: StoredReplica, parts: _Parts, rank: int, wanted: Mapping[int, int], lost: Collection[int] = ()
+    ) -> dict[int, bytearray]:
+        """Return a rank's chunks by their rows, added up; empty ones are lost.
 
-    def _fetched(self, added: _Added, chunks: Sequence[int]) -> Sequence[bytearray]:
-        """Return chunks of another shard in the parity, from this host or another; empty ones are lost there."""
+        Args:
+            stored: The parity.
+            parts: What they are added up from.
+            rank: Whose chunks are wanted.
+            wanted: Row -> chunk.
+            lost: Other ranks whose chunks in these rows nobody has.
+        """
+        theirs = {other: parts.chunks_in(other, wanted) for other in parts.by_rank if other != rank}
+        lost = {*lost, *(other for other in theirs if not parts.by_rank[other].host)}
+        sums = {row: self._begun(stored, parts, rank, row, wanted[row], theirs, lost) for row in wanted}
+        self._add_second_rows(parts, sums)
+        again: dict[int, list[int]] = {}  # rank -> rows in which its chunk was not to be had
+        for other, chunks in theirs.items():
+            asked = [row for row in chunks if other in sums[row].factors and sums[row].data]
+            found = self._fetched(parts.by_rank[other], [chunks[row] for row in asked])
+            for row, data in zip(asked, found, strict=True):
+                if not data:
+                    again.setdefault(other, []).append(row)
+                    sums[row].data = bytearray()
+                    continue
+                self._add(sums[row], data, sums[row].factors[other], parts.by_rank[other], chunks[row])
+        decoded = {row: self._checked(stored, row, sums[row], parts.by_rank[rank].chunks[wanted[row]]) for row in sums}
+        for other, rows in again.items() if parts.second is not None else ():
+            decoded.update(self._from_rows(stored, parts, rank, {row: wanted[row] for row in rows}, {*lost, other}))
+        return decoded
+
+    def _begun(
+        self,
+        stored: StoredReplica,
+        parts: _Parts,
+        rank: int,
+        row: int,
+        chunk: int,
+        theirs: Mapping[int, Mapping[int, int]],
+        lost: Collection[int],
+    ) -> _Sum:
+        """Return the sum for a chunk, with this host's row in it; an empty one if the chunk is lost."""
+        view, ranks = self.replicas.chunk_view(stored, row), parts.ranks
+        there = [other for other, chunks in theirs.items() if row in chunks and other not in lost]
+        gone = [other for other in lost if row in theirs[other]]
+        has_second = parts.second is not None and row % ranks.spare == 0
+        if view is None or len(gone) > has_second:
+            return _Sum(bytearray())
+        first, second, factors = ranks.decoding(row, rank, gone[0] if gone else None, there)
+        begun = _Sum(bytearray(parts.by_rank[rank].chunks[chunk].nbytes), second, factors)
+        self.replicas.add_into(memoryview(begun.data), len(begun.data), view[: len(begun.data)], first)
+        return begun
+
+    def _add_second_rows(self, parts: _Parts, sums: Mapping[int, _Sum]) -> None:
+        """Add the next rank's rows to the sums that need them; those that are not to be had make an empty sum."""
+        rows = [row for row, begun in sums.items() if begun.second]
+        if parts.second is None or not rows:
+            return
+        for row, data in zip(rows, self._fetched(parts.second, [row + 1 for row in rows]), strict=True):
+            if data:
+                self._add(sums[row], data, sums[row].second, parts.second, row + 1)
+            else:
+                sums[row].data = bytearray()
+
+    def _add(self, begun: _Sum, data: bytearray, factor: int, part: _Part, index: int) -> None:
+        nbytes = min(len(data), len(begun.data))
+        self.replicas.add_into(memoryview(begun.data), nbytes, memoryview(data)[:nbytes], factor)
+        begun.parts.append((part, index))
+
+    def _checked(self, stored: StoredReplica, row: int, begun: _Sum, chunk: Chunk) -> bytearray:
+        """Return a chunk if it is right; else an empty one, and all that went into it is digested again."""
+        if not begun.data or chunk_digest(begun.data) == chunk.digest:
+            return begun.data
+        self._look_for_damage(stored, row, begun.parts)
+        return bytearray()
+
+    def _fetched(self, part: _Part, chunks: Sequence[int]) -> Sequence[bytearray]:
+        """Return chunks, or rows, of a part, from this host or another; empty ones are lost there."""
         if not chunks:
             return []
-        shard = added.manifest.shard
-        if added.host != self.host_id:
-            request = FetchChunks(shard=WireShard.of(shard), digest=added.digest, chunks=tuple(chunks))
+        if part.host != self.host_id:
+            request = FetchChunks(shard=WireShard.of(part.shard), digest=part.digest, chunks=tuple(chunks))
             try:
-                return self.reach(added.host).fetch_bytes(request)
+                return self.reach(part.host).fetch_bytes(request)
             except IntegrityError:  # it was dropped there meanwhile
                 return [bytearray() for _ in chunks]
             except TransportError as exc:  # not of the connection of the host that asks: that one goes on
-                raise TransportError(f"{self.host_id} cannot decode with chunks of {shard}: {exc}") from exc
-        pinned = self.replicas.pin(shard, added.digest)
+                raise TransportError(f"{self.host_id} cannot decode with chunks of {part.shard}: {exc}") from exc
+        pinned = self.replicas.pin(part.shard, part.digest)
         if pinned is None:
             return [bytearray() for _ in chunks]
         try:
@@ -366,15 +457,15 @@ class ParityServer:
         finally:
             self.replicas.unpin(*pinned)
 
-    def _look_for_damage(self, stored: StoredReplica, row: int, chunks: Sequence[tuple[_Added, int]]) -> None:
-        """Have a row, and the chunks that were added into it, digested where they lie, and what is bad reported."""
+    def _look_for_damage(self, stored: StoredReplica, row: int, parts: Sequence[tuple[_Part, int]]) -> None:
+        """Have a row, and what else was added up with it, digested where it lies, and what is bad reported."""
         if self.replicas.verify(stored, chunks={row}):
             self.on_sealed(Copy(stored.shard, stored.spec, self.host_id, stored.missing))
-        for added, chunk in chunks:
-            if added.host != self.host_id:  # what is here the scrub digests again
-                request = Verify(shard=WireShard.of(added.manifest.shard), digest=added.digest, chunks=(chunk,))
+        for part, index in parts:
+            if part.host != self.host_id:  # what is here the scrub digests again
+                request = Verify(shard=WireShard.of(part.shard), digest=part.digest, chunks=(index,))
                 with contextlib.suppress(MemstoreError):
-                    self.reach(added.host).call(request)
+                    self.reach(part.host).call(request)
 
     def _pinned(self, shard: ShardId, digest: str) -> tuple[StoredReplica, int]:
         pinned = self.replicas.pin_parity_of(shard, digest)
@@ -385,6 +476,7 @@ class ParityServer:
 
 def _parity_id(shard: WireShard, of: ParityOf) -> ShardId:
     """Return the parity that a shard is added into; ProtocolError if the set has not both ranks."""
-    if list(of.ranks) != sorted({*of.ranks}) or of.rank == shard.rank or not {of.rank, shard.rank} <= {*of.ranks}:
+    is_set = list(of.ranks) == sorted({*of.ranks}) and len(of.ranks) >= of.spare + 2
+    if not is_set or of.rank == shard.rank or not {of.rank, shard.rank} <= {*of.ranks}:
         raise ProtocolError(f"rank {shard.rank} is not added into the parity of rank {of.rank} in the set {of.ranks}")
     return ShardId(shard.job, shard.attempt, shard.step, of.rank, is_parity=True)

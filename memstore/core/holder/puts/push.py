@@ -32,7 +32,6 @@ from memstore.core.wire.peer_messages import (
 from memstore.core.wire.reports import PushFailed
 from memstore.errors import DigestMismatch, MemstoreError, PeerRefused, ProtocolError, TransportError
 from recovery.inventory import ShardId
-from recovery.parity import chunks_at
 
 WHOLE_BYTES = 1 << 20  # below it round trips cost more than bytes that the target may have already
 RETRY_S = 0.05
@@ -57,11 +56,11 @@ class Push:
         """Return what tells pushes apart."""
         return self.shard, self.target, self.parity is not None
 
-    def chunks(self, count: int) -> range:
-        """Return the chunks to send of a shard with so many."""
+    def chunks(self, count: int) -> Sequence[int]:
+        """Return the chunks to send of a shard with so many, in their order."""
         if self.parity is None:
             return range(count)
-        return chunks_at(self.parity.ranks, self.parity.rank, self.shard.rank, count)
+        return [*self.parity.set.rows_at(self.parity.rank, self.shard.rank, count)]
 
 
 async def replicate(

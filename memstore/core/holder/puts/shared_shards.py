@@ -49,8 +49,8 @@ class HolderSharedShards:
         """Return the hosts that add a local rank's shard into their parity."""
         row = self._row(shard)
         members = row.parity_set if row is not None else ()
-        ranks = tuple(member.rank for member in members)
-        return {member.host: ParityOf(member.rank, ranks) for member in members if member.rank != shard.rank}
+        ranks, spare = tuple(member.rank for member in members), row.spare if row is not None else 0
+        return {member.host: ParityOf(member.rank, ranks, spare) for member in members if member.rank != shard.rank}
 
     def all_targets(self, job: str) -> list[str]:
         """Return the hosts that are sent anything of a job's ranks here."""

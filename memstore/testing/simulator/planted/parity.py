@@ -21,7 +21,7 @@ from memstore.shell.peer.parity import ParityServer
 from memstore.testing.faults.catalogue import Fault
 from memstore.testing.simulator.planted.bug import planted, row
 from recovery.inventory import ShardId
-from recovery.parity import rows_count
+from recovery.parity import ParitySet
 
 SET: dict[str, Any] = {"hosts": 4, "world_size": 4, "parity": 3}
 RESETS = tuple(Fault(2.0 + n, "reset-in-transit", count=2) for n in range(6))
@@ -71,7 +71,7 @@ def parity_freed_at_put(real: Any, self: ParityServer, offer: Any, of: Any) -> A
 @planted("member-not-awaited", "R37", "I27", **SET)
 def member_not_awaited() -> Any:
     """Parity counts as complete before every other rank has named its shard, if only nothing."""
-    return patch.object(IncomingParity, "is_named", property(lambda self: len(self.named) >= len(self.ranks) - 2))
+    return patch.object(IncomingParity, "is_named", property(lambda self: len(self.named) >= len(self.ranks.ranks) - 2))
 
 
 @planted("one-parity-host-enough", "R37", "I27", at=(CommitRule, "_held_with_parity"), **SET)
@@ -91,8 +91,8 @@ def one_parity_host_enough(real: Any, self: CommitRule, rank: int, digest: str, 
 )
 def parity_on_own_host(real: Any, self: ClusterView, job: Job, attempt: Any, needs: Any) -> Any:
     """The parity of a shard is placed on its own host: a set has two ranks of it."""
-    sets = ((0, 1, 4, 5), (2, 3, 6, 7)) if real(self, job, attempt, needs) else ()
-    return {rank: ranks for ranks in sets for rank in ranks}
+    sets = map(ParitySet, ((0, 1, 4, 5), (2, 3, 6, 7)) if real(self, job, attempt, needs) else ())
+    return {rank: ranks for ranks in sets for rank in ranks.ranks}
 
 
 @planted("fence-keeps-rows", "R21", "R21", *LAUNCHES, at=(ReplicaIndex, "abort_parity"), step_s=0.1, **SET)
@@ -123,7 +123,7 @@ def unfinished_rows_adopted() -> Iterator[None]:
         return answer
 
     def finished(self: Store, begun: IncomingParity) -> Any:
-        rows = max(rows_count(begun.ranks, len(m.chunks)) for m, _ in begun.named.values())
+        rows = max(begun.ranks.rows_count(len(m.chunks)) for m, _ in begun.named.values())
         return finish(self, begun) if len(begun.rows) >= rows else None
 
     def lacking(self: IncomingParity) -> dict[int, list[int]]:
