@@ -1,4 +1,4 @@
-"""I27: with parity any one host may be lost at any moment: the newest step comes back from the memories of the others.
+"""I27: with parity any one host, or any two, may be lost at any moment: the newest step comes back from the others.
 
 The bytes are added up here again, from what lies in sealed slots at that moment. None of the product's code for parity
 has a part in that, so that a mistake there is not repeated here; which chunks add up to a row is said once more.
@@ -7,7 +7,8 @@ has a part in that, so that a mistake there is not repeated here; which chunks a
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import combinations
 
 import msgspec
 
@@ -31,63 +32,131 @@ class Kept:
     """What one host has of one step, whole."""
 
     shards: set[tuple[int, str]] = field(default_factory=set)  # rank, digest
-    parity: dict[int, tuple[str, Named]] = field(
+    parity: dict[int, tuple[str, int, Named]] = field(
         default_factory=dict
-    )  # by the rank whose host is to keep it: digest, ..
+    )  # by the rank whose host is to keep it: digest, in how many rows each chunk is, ..
+
+
+@dataclass(frozen=True)
+class Part:
+    """A row or a chunk that something is added up from."""
+
+    host: str
+    rank: int
+    digest: str
+    index: int
+    factor: int
+    is_row: bool = False
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A chunk that comes back from a row, and from the others' chunks that are in that row too."""
+    """A chunk that comes back from rows, and from the others' chunks that are in these rows too."""
 
     chunk: int
-    host: str
-    owner: int  # the rank whose parity it is
-    row: int
-    others: tuple[tuple[str, int, str, int], ...]  # host, rank, digest, chunk
+    parts: tuple[Part, ...]
+
+
+def times(factor: int, value: int) -> int:
+    """Return a number of any length each byte of which is multiplied by an element of the field of 256 elements."""
+    count = (value.bit_length() + 7) // 8
+    ones, found = int.from_bytes(b"\1" * count, "little"), 0
+    while factor:
+        found ^= value * (factor & 1)
+        value = ((value & (ones * 0x7F)) << 1) ^ (((value >> 7) & ones) * 0x1D)
+        factor >>= 1
+    return found
+
+
+def inverse(factor: int) -> int:
+    """Return the element that makes 1 of another one."""
+    return next(each for each in range(1, 256) if times(each, factor) == 1)
 
 
 def sums_of(kept: Mapping[str, Kept], rank: int, digest: str) -> list[Sum] | None:
     """Return how hosts together give a shard that none of them has; None if they cannot.
 
-    Of a set of n ranks, chunk c goes to the rank that is 1 + c % (n - 1) places further, into row c // (n - 1).
+    Of a set of n ranks, chunk c goes to the rank that is 1 + c % (n - 1) places further, into row c // (n - 1). Where
+    each is in two rows it goes to that of 1 + c % (n - 2), into row 2 (c // (n - 2)), and to the next rank, multiplied
+    by 2 to the power of its place, into the row after that.
     """
     sets = {
-        tuple(sorted((owner, *named)))
+        (tuple(sorted((owner, *named))), spare)
         for each in kept.values()
-        for owner, (_, named) in each.parity.items()
+        for owner, (_, spare, named) in each.parity.items()
         if named.get(rank, ("", 0))[0] == digest
     }
-    for members in sorted(sets, key=len, reverse=True):
-        found = _sums_in(kept, members, rank, digest)
+    for members, spare in sorted(sets, key=lambda each: len(each[0]), reverse=True):
+        found = _sums_in(kept, members, spare, rank, digest)
         if found is not None:
             return found
     return None
 
 
-def _sums_in(kept: Mapping[str, Kept], members: tuple[int, ...], rank: int, digest: str) -> list[Sum] | None:
-    width, place = len(members) - 1, {member: number for number, member in enumerate(members)}
-    count = max(named[rank][1] for each in kept.values() for _, named in each.parity.values() if rank in named)
+def _sums_in(
+    kept: Mapping[str, Kept], members: tuple[int, ...], spare: int, rank: int, digest: str
+) -> list[Sum] | None:
+    place = {member: number for number, member in enumerate(members)}
+    count = max(named[rank][1] for each in kept.values() for _, _, named in each.parity.values() if rank in named)
     found: list[Sum] = []
     for chunk in range(count):
-        row, turn = divmod(chunk, width)
+        row, turn = divmod(chunk, len(members) - spare)
         owner = members[(place[rank] + 1 + turn) % len(members)]
-        for host, each in sorted(kept.items()):
-            named = each.parity.get(owner, ("", {}))[1]
-            if {owner, *named} != {*members} or named[rank][0] != digest:
-                continue
-            others: list[tuple[str, int, str, int]] = []
-            for other in named.keys() - {rank}:
-                added = row * width + (place[owner] - place[other] - 1) % len(members)
+        plain = _rows(kept, members, owner, spare * row, rank, digest)
+        second = _rows(kept, members, members[(place[owner] + 1) % len(members)], 2 * row + 1, rank, digest)
+        named = next(iter([*plain.values(), *second.values()] if spare == 2 else plain.values()), {})
+        there, gone = list[Part](), list[int]()
+        for other in named.keys() - {rank}:
+            at = (place[owner] - place[other] - 1) % len(members)
+            added = row * (len(members) - spare) + at
+            if at < len(members) - spare and added < named[other][1]:
                 having = [h for h, k in sorted(kept.items()) if (other, named[other][0]) in k.shards]
-                if added < named[other][1]:
-                    others.append((having[0] if having else "", other, named[other][0], added))
-            if all(each[0] for each in others):
-                found.append(Sum(chunk, host, owner, row, tuple(others)))
-                break
-        else:
+                there += [Part(having[0], other, named[other][0], added, 1)] if having else []
+                gone += [] if having else [other]
+        powers = {member: _power(place[member]) for member in members}
+        parts = _parts([*plain], [*second] if spare == 2 else [], there, gone, powers, rank)
+        if parts is None:
             return None
+        found.append(Sum(chunk, parts))
     return found
+
+
+def _rows(
+    kept: Mapping[str, Kept], members: tuple[int, ...], owner: int, row: int, rank: int, digest: str
+) -> dict[Part, Named]:
+    """Return a row where hosts have it, and what else is in that parity."""
+    found: dict[Part, Named] = {}
+    for host, each in sorted(kept.items()):
+        parity, _, named = each.parity.get(owner, ("", 0, {}))
+        if {owner, *named} == {*members} and rank in named and named[rank][0] == digest:
+            found[Part(host, owner, parity, row, 1, is_row=True)] = named
+    return found
+
+
+def _power(number: int) -> int:
+    return 1 if not number else times(2, _power(number - 1))
+
+
+def _parts(
+    plain: list[Part], second: list[Part], there: list[Part], gone: list[int], powers: Mapping[int, int], rank: int
+) -> tuple[Part, ...] | None:
+    """Return what adds up to a chunk; None if too much is gone."""
+    if plain and not gone:
+        return plain[0], *there
+    if second and not gone:
+        first = inverse(powers[rank])
+        return tuple(
+            replace(each, factor=first if each.is_row else times(first, powers[each.rank]))
+            for each in (second[0], *there)
+        )
+    if not plain or not second or len(gone) > 1:
+        return None
+    divisor = inverse(powers[rank] ^ powers[gone[0]])
+    return (
+        replace(plain[0], factor=times(divisor, powers[gone[0]])),
+        replace(second[0], factor=divisor),
+        *(replace(each, factor=times(divisor, powers[each.rank] ^ powers[gone[0]])) for each in there),
+    )
 
 
 def short_of(kept: Mapping[str, Kept], digests: Sequence[str], gone: Collection[str] = ()) -> list[int]:
@@ -111,7 +180,7 @@ def claimed(controller: AnyController, job: Job, step: StepId) -> dict[str, Kept
         for host, copy in hosts.items():
             if host in live and not copy.missing:
                 named = {s.rank: (s.digest, -(-s.nbytes // copy.spec.chunk_bytes)) for s in copy.spec.summands}
-                kept.setdefault(host, Kept()).parity[rank] = copy.spec.digest, named
+                kept.setdefault(host, Kept()).parity[rank] = copy.spec.digest, copy.spec.spare, named
     return kept
 
 
@@ -123,12 +192,14 @@ SEALED = 3
 
 
 class LossCheck:
-    """The steps that must come back after the loss of any one domain."""
+    """The steps that must come back after the loss of any one domain, or any two."""
 
     def __init__(self, world: World, observed: Observed) -> None:
         self.world, self.observed = world, observed
         self._manifests: dict[Replica, Manifest] = {}
-        self._named: dict[Replica, dict[int, tuple[str, int]]] = {}  # parity -> what is in it
+        self._named: dict[
+            Replica, tuple[int, dict[int, tuple[str, int]]]
+        ] = {}  # parity -> rows of a chunk, what is in it
         self._sets: dict[StepId, dict[int, tuple[int, ...]]] = {}
         self._taken_s: dict[StepId, float] = {}  # when a fault last took something of it
         self._owed: dict[StepId, bool] = {}  # watched step -> any one domain may be lost; else none may
@@ -143,18 +214,20 @@ class LossCheck:
         if not shard.is_parity:
             return
         if replica not in self._named:
-            rows = msgspec.msgpack.decode(manifest.layout, type=list[tuple[int, bytes]])
-            self._named[replica] = {
-                rank: (shard_digest(data), len(decode_manifest(data).chunks)) for rank, data in rows
-            }
+            spare, rows = msgspec.msgpack.decode(manifest.layout, type=tuple[int, list[tuple[int, bytes]]])
+            named = {rank: (shard_digest(data), len(decode_manifest(data).chunks)) for rank, data in rows}
+            self._named[replica] = spare, named
             for rank, data in rows:
                 added = ShardId(shard.job, shard.attempt, shard.step, rank), shard_digest(data)
                 self._manifests.setdefault(added, decode_manifest(data))
-        members = tuple(sorted((shard.rank, *self._named[replica])))
-        sets = self._sets.setdefault(StepId(shard.attempt, shard.step), {})
-        for rank, (named, _) in self._named[replica].items():
+        _, named = self._named[replica]
+        members, sets = (
+            tuple(sorted((shard.rank, *named))),
+            self._sets.setdefault(StepId(shard.attempt, shard.step), {}),
+        )
+        for rank, (of, _) in named.items():
             sets[rank] = members
-            added = ShardId(shard.job, shard.attempt, shard.step, rank), named
+            added = ShardId(shard.job, shard.attempt, shard.step, rank), of
             self.observed.ever_added.setdefault(added, set()).add(name)
 
     def is_in_parity(self, shard: ShardId) -> bool:
@@ -170,7 +243,7 @@ class LossCheck:
                 if shard.job != self.world.scenario.job or StepId(shard.attempt, shard.step) != step:
                     continue
                 if shard.is_parity:
-                    each.parity[shard.rank] = digest, self._named[shard, digest]
+                    each.parity[shard.rank] = digest, *self._named[shard, digest]
                 else:
                     each.shards.add((shard.rank, digest))
         return found
@@ -184,14 +257,19 @@ class LossCheck:
             racks.setdefault(holder.info.labels.get("rack", host), set()).add(host)
         return list(racks.values())
 
+    def losses(self) -> list[set[str]]:
+        """Return the hosts of every one domain, and of any two where two losses are to be survived."""
+        domains, most = self.domains(), self.world.scenario.replicas - 1
+        return [set().union(*lost) for count in range(1, most + 1) for lost in combinations(domains, count)]
+
     def why_short(self, step: StepId, *, of_all: bool = False) -> str:
-        """Say which rank's shard of a step would be lost with which domain, "" if any one may be lost.
+        """Say which rank's shard of a step would be lost with which domains, "" if any one, or two, may be lost.
 
         Args:
             of_all: Say only what is lost already.
         """
         kept, digests = self.kept(step), self.observed.facts[step].digests
-        for gone in [set[str]()] if of_all else [set[str](), *self.domains()]:
+        for gone in [set[str]()] if of_all else [set[str](), *self.losses()]:
             ranks = short_of(kept, digests, gone)
             if ranks:
                 has = {host: (sorted(r for r, _ in each.shards), sorted(each.parity)) for host, each in kept.items()}
@@ -201,7 +279,7 @@ class LossCheck:
     def is_claimed(self, controller: AnyController, job: Job, step: StepId, digests: Sequence[str]) -> bool:
         """Say whether a controller takes any one domain to be one that may be lost."""
         kept = claimed(controller, job, step)
-        return not any(short_of(kept, digests, gone) for gone in self.domains())
+        return not any(short_of(kept, digests, gone) for gone in self.losses())
 
     def why_lacking(self, step: StepId) -> str:
         """Say what repair owes a step and has not done, or "".
@@ -248,7 +326,7 @@ class LossCheck:
 
     def _look_at(self, step: StepId) -> None:
         kept, digests = self.kept(step), self.observed.facts[step].digests
-        for gone in [set[str](), *self.domains()]:
+        for gone in [set[str](), *self.losses()]:
             self._decode(step, {host: each for host, each in kept.items() if host not in gone})
         is_owed, before = not self.why_short(step), self._owed.get(step)
         is_excused = self.world.now - self._taken_s.get(step, -REPORT_S) < REPORT_S or self.observed.cause
@@ -268,10 +346,11 @@ class LossCheck:
                 continue
             for each in sums_of(kept, rank, digest) or ():
                 wanted = self._manifests[shard, digest].chunks[each.chunk]
-                parity = ShardId(job, step.attempt, step.step, each.owner, is_parity=True)
-                total = self._raw(each.host, (parity, kept[each.host].parity[each.owner][0]), each.row)
-                for host, other, of, chunk in each.others:
-                    total ^= self._raw(host, (ShardId(job, step.attempt, step.step, other), of), chunk)
+                total = 0
+                for part in each.parts:
+                    of = ShardId(job, step.attempt, step.step, part.rank, is_parity=part.is_row)
+                    total ^= times(part.factor, self._raw(part.host, (of, part.digest), part.index))
+                total &= (1 << 8 * wanted.nbytes) - 1
                 put = {
                     int.from_bytes(c[each.chunk], "little")
                     for c in self.observed.contents[shard]
@@ -280,8 +359,7 @@ class LossCheck:
                 if total not in put:
                     raise Violation(
                         "I27",
-                        f"chunk {each.chunk} of {shard}, {wanted.nbytes} bytes, is not what row {each.row} of rank "
-                        f"{each.owner} on {each.host} and the chunks {each.others} add up to",
+                        f"chunk {each.chunk} of {shard}, {wanted.nbytes} bytes, is not what {each.parts} add up to",
                     )
 
     def _raw(self, host: str, replica: Replica, index: int) -> int:

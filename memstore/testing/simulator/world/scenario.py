@@ -140,6 +140,7 @@ THEMES = (
     Theme(0.08, IN_PLACE, (3, 8), cluster={"is_in_place": True, "has_spares": True}),
 )
 ENDING_SHARE, SHARED_SHARDS_SHARE = 0.1, 0.15
+TWO_LOSSES_SHARE = 0.5  # of those with parity on four hosts or more
 PARITY_SHARE = 0.25  # of the seeds whose ranks name no shards
 IN_FLIGHT = (1, 1, 1, 2, 3)
 
@@ -185,7 +186,7 @@ def with_parity(drawn: Scenario) -> Scenario:
     """Return a scenario with parity in place of copies, drawn from its own stream: other seeds stay as they are."""
     rng = random.Random(f"parity {drawn.seed}")
     hosts = rng.choice([max(3, drawn.hosts), 3, 4, 5, 6])
-    return replace(
+    with_one = replace(
         drawn,
         hosts=hosts,
         racks=rng.choice([0, 3]) if hosts == 6 else 0,
@@ -197,6 +198,9 @@ def with_parity(drawn: Scenario) -> Scenario:
         shards=0,
         sizes=(),
     )
+    rng = random.Random(f"two losses {drawn.seed}")
+    has_two = hosts >= 4 and rng.random() < TWO_LOSSES_SHARE
+    return replace(with_one, replicas=3, racks=0) if has_two else with_one
 
 
 def _fault(rng: random.Random, kinds: Mapping[str, int]) -> Fault:
