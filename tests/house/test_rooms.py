@@ -44,7 +44,7 @@ SHELL: dict[str, str] = {
     "native": "",
     "tensors": "native threads",
     "net": "native",
-    "arena": "identity threads",
+    "arena": "identity native threads",
     "device": "arena native tensors threads",
     "codec": "device native tensors threads",
     "durable": "",

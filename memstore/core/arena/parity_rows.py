@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy
-import numpy.typing
 
 from memstore.core.format.manifest import PARITY_FORMAT, Chunk, Manifest, encode_summands
 from memstore.errors import IntegrityError
@@ -140,12 +139,12 @@ def add_into(row: memoryview, row_nbytes: int, chunk: memoryview, factor: int = 
     """Add a chunk, times a factor, to the bytes that a row has so far: exclusive or, as far as both reach."""
     both, source = min(row_nbytes, chunk.nbytes), numpy.frombuffer(chunk, numpy.uint8)
     if factor != 1:
-        source = numpy.take(_products(factor), source)
+        source = numpy.frombuffer(bytes(chunk).translate(_products(factor)), numpy.uint8)
     mine = numpy.frombuffer(row, numpy.uint8, chunk.nbytes)
     numpy.bitwise_xor(mine[:both], source[:both], out=mine[:both])
     mine[both:] = source[both:]
 
 
 @lru_cache(maxsize=256)
-def _products(factor: int) -> numpy.typing.NDArray[numpy.uint8]:
-    return numpy.array([product(factor, other) for other in range(256)], numpy.uint8)
+def _products(factor: int) -> bytes:
+    return bytes([product(factor, other) for other in range(256)])

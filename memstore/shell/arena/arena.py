@@ -31,6 +31,7 @@ from memstore.shell.arena.lock import ArenaLock, is_alive
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.arena.mapping import ARENA_NAME, STEP_NBYTES, ArenaMapping, lock_free, runs
 from memstore.shell.arena.slot_headers import SLOTS_NAME, SlotHeaders
+from memstore.shell.native.loops import add_into
 
 CHUNK_NBYTES_MAX = 1 << 30
 _FALLOC_KEEP_SIZE = 1
@@ -328,4 +329,5 @@ def open_store(folder: Path, *, chunk_bytes: int, limit: Limit) -> HostStore:
         lock=threading.RLock(),
         room_lock=threading.Lock(),
         parity_lock=threading.Lock(),
+        add=add_into,
     )
