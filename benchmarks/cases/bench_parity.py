@@ -34,7 +34,7 @@ from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank import RankProgram, Restored
 from memstore.testing.ranks.rank_process import RankNursery, RankProcess, nursery_main, together
 
-COPIES, PARITY, WIDE = "two copies", "4 + 1", "8 + 1"
+COPIES, PARITY, WIDE, TWO_LOSSES = "two copies", "4 + 1", "8 + 1", "4 + 2"
 LINK_BITS_PER_S = 320_000_000
 BURST_BYTES = 256 << 10
 NBYTES_MAX, WIDE_NBYTES_MAX = 64 * MIB, 32 * MIB
@@ -84,20 +84,23 @@ class Size:
         nbytes = min(options.nbytes, nbytes_max)
         return cls(nbytes - UNFILLED_BYTES, min(options.chunk_bytes, max(16 << 10, nbytes // chunks_count)))
 
-    def arena_bytes(self, parity: int, *, spare: int = 0) -> int:
-        """Return what two versions take: a shard and its copy, or its part of the parity; and `spare` shards more."""
+    def arena_bytes(self, parity: int, *, replicas: int = 2, spare: int = 0) -> int:
+        """Return what two versions take: a shard and its copies, or its parts of the parity; `spare` shards more."""
         chunks = -(-self.nbytes // self.chunk_bytes)
-        return self.chunk_bytes * (2 * (chunks + (-(-chunks // parity) if parity else chunks)) + spare * chunks)
+        others = (replicas - 1) * (-(-chunks // parity) if parity else chunks)
+        return self.chunk_bytes * (2 * (chunks + others) + spare * chunks)
 
 
 class Side:
     """One store on all hosts and its ranks: a contender. `found` are its figures of every round, by name."""
 
-    def __init__(self, cluster: ProcessCluster, nursery: RankNursery, size: Size, *, parity: int) -> None:
+    def __init__(
+        self, cluster: ProcessCluster, nursery: RankNursery, size: Size, *, parity: int, replicas: int = 2
+    ) -> None:
         self.cluster, self.size, self.net = cluster, size, cluster.rig
         self.hosts = list(cluster.labels)
         kib = size.nbytes // 512  # a fleet's ranks put half of what they are told
-        self.fleet = Fleet(cluster, nursery, job=rig.JOB, kib=kib, parity=parity)
+        self.fleet = Fleet(cluster, nursery, job=rig.JOB, kib=kib, parity=parity, replicas=replicas)
         self.ranks: list[RankProcess] = []
         self.step = 0
         self.found: dict[str, list[float]] = {}
@@ -254,31 +257,33 @@ def _side(
     size: Size,
     parity: int,
     net: NamespaceRig | None,
+    replicas: int = 2,
 ) -> Side:
     cluster = ProcessCluster(
-        folder / str(parity),
+        folder / f"{parity}+{replicas - 1}",
         hosts,
-        arena_bytes=size.arena_bytes(parity, spare=0 if net is None else 2),
+        arena_bytes=size.arena_bytes(parity, replicas=replicas, spare=0 if net is None else 2),
         chunk_bytes=size.chunk_bytes,
         rig=net,
     )
     cluster.niceness = 0
-    return Side(stack.enter_context(cluster), nursery, size, parity=parity)
+    return Side(stack.enter_context(cluster), nursery, size, parity=parity, replicas=replicas)
 
 
 def measure_memory(options: Options) -> Record:
     """Return the most memory that a host takes over a few puts; one round, over loopback."""
     record = Record("parity: memory", 0, {})
     cases = [
-        (COPIES, 5, 0, Size.of(options, NBYTES_MAX, 32), targets.COPIES_MEMORY),
-        (PARITY, 5, 4, Size.of(options, NBYTES_MAX, 32), targets.PARITY_MEMORY),
-        (WIDE, 9, 8, Size.of(options, WIDE_NBYTES_MAX, 128), targets.PARITY_WIDE_MEMORY),
+        (COPIES, 5, 0, 2, Size.of(options, NBYTES_MAX, 32), targets.COPIES_MEMORY),
+        (PARITY, 5, 4, 2, Size.of(options, NBYTES_MAX, 32), targets.PARITY_MEMORY),
+        (WIDE, 9, 8, 2, Size.of(options, WIDE_NBYTES_MAX, 128), targets.PARITY_WIDE_MEMORY),
+        (TWO_LOSSES, 6, 4, 3, Size.of(options, NBYTES_MAX, 32), targets.PARITY_TWO_MEMORY),
     ]
-    for name, count, parity, size, target in cases:
+    for name, count, parity, replicas, size, target in cases:
         with contextlib.ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             nursery = stack.enter_context(RankNursery("benchmarks.cases.bench_parity"))
-            side = _side(stack, folder, _hosts(count), nursery, size, parity, None)
+            side = _side(stack, folder, _hosts(count), nursery, size, parity, None, replicas)
             peak = Peak(side.cluster)
             side.begin()
             for _ in range(options.rounds):

@@ -81,6 +81,7 @@ MEMORY = _at_most(1.05, "memory", "memory used / versions reserved (R10), peak",
 COPIES_MEMORY = _at_most(4.01, "copies memory", "memory of the worst host, peak / bytes put: two copies", "parity")
 PARITY_MEMORY = _at_most(2.55, "parity memory", "the same, parity of 4 + 1 hosts", "parity")
 PARITY_WIDE_MEMORY = _at_most(2.30, "parity wide memory", "the same, parity of 8 + 1 hosts", "parity")
+PARITY_TWO_MEMORY = _at_most(3.05, "parity two memory", "the same, parity of 4 + 2 hosts", "parity")
 PARITY_STALL = _at_most(1.02, "parity stall", "parity of 4 + 1 / two copies: put's stall", "parity")
 PARITY_CPU = _at_most(1.2, "parity cpu", "the same: CPU seconds of all hosts, put to committed", "parity")
 PARITY_PUT = _at_most(1.2, "parity put", "the same: put to committed, links of 40 MB/s", "parity")

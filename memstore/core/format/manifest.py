@@ -23,7 +23,7 @@ from memstore.errors import ConfigError, ManifestMismatch, ProtocolError
 from recovery.inventory import ShardId, ShardSpec, Summand
 
 FORMAT = 1
-PARITY_FORMAT = 2  # its chunks are rows, and its layout has the manifests of the shards that they are the sum of
+PARITY_FORMAT = 3  # its chunks are rows, and its layout has the manifests of the shards that they are the sum of
 DIGEST_BYTES = 16  # xxh3-128
 CHUNK_BYTES_MAX = 1 << 30
 LAYOUT_BYTES_MAX = 64 << 20  # plain objects live in the layout: 64 MiB is some 10 million numbers

@@ -26,6 +26,7 @@ OF_LINKS = ("partition", "one-way", "slow-link", "flip-in-transit", "reset-in-tr
 COMPOSED = ("folder_then_train", "days_then_restart", "rack_then_host", "clock_back", "live_folder", "memory_lost")
 COMPOSED_SHARE = 0.45
 PARITY, PARITY_SHARE = "parity", 0.3  # of the rounds of other shapes
+TWO_LOSSES_SHARE = 0.4  # of those with parity on four hosts or more
 STORAGES = ("", "", "directory", "s3")
 
 
@@ -140,7 +141,8 @@ def with_parity(drawn: NemesisScenario) -> NemesisScenario:
     count = rng.choice((max(3, len(drawn.hosts)), 4, 5))
     hosts = {f"h{i}": {"memstore": "replica", "rack": f"r{i}"} for i in range(1, count + 1)}
     world_size = rng.choice((count, count, count, count + 1))
-    return replace(drawn, hosts=hosts, replicas=2, parity=rng.choice((2, 3, 4)), world_size=world_size)
+    parity, replicas = rng.choice((2, 3, 4)), 3 if count >= 4 and rng.random() < TWO_LOSSES_SHARE else 2
+    return replace(drawn, hosts=hosts, replicas=replicas, parity=parity, world_size=world_size)
 
 
 def without(scenario: NemesisScenario, kinds: Collection[str]) -> NemesisScenario:
