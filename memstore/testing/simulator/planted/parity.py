@@ -24,6 +24,7 @@ from recovery.inventory import ShardId
 from recovery.parity import ParitySet
 
 SET: dict[str, Any] = {"hosts": 4, "world_size": 4, "parity": 3}
+TWO: dict[str, Any] = {"hosts": 5, "world_size": 5, "parity": 3, "replicas": 3}
 RESETS = tuple(Fault(2.0 + n, "reset-in-transit", count=2) for n in range(6))
 FLIPS = tuple(Fault(2.0 + n, "flip-in-transit", count=2) for n in range(6))
 LAUNCHES = tuple(Fault(2.5 + 1.7 * n, "kill-rank", rank=n) for n in range(5))
@@ -84,6 +85,20 @@ def one_parity_host_enough(real: Any, self: CommitRule, rank: int, digest: str, 
         if self._keeps(host, copy, rank, digest) and host not in hosts
     ]
     return Held(digest, tuple(sorted({*hosts, *kept})), ()) if kept else None
+
+
+@planted("second-rows-are-plain", "R37", "I27", at=(ParitySet, "factor"), **TWO)
+def second_rows_are_plain(real: Any, self: ParitySet, row: int, rank: int) -> int:
+    """The second row of some chunks is their plain sum once more."""
+    return 1
+
+
+@planted("one-row-host-lacks", "R37", "I27", *RESETS, at=(CommitRule, "_held_with_parity"), step_s=0.1, **TWO)
+def one_row_host_lacks(real: Any, self: CommitRule, rank: int, digest: str, hosts: list[str]) -> Held | None:
+    """A step is committed although one host of a set that survives two losses lacks its parity."""
+    ranks = self.parity_sets[rank]
+    kept = [host for other in ranks.others(rank) for host in self.parity.get(other, {})]
+    return Held(digest, tuple(sorted({*hosts, *kept})), ()) if len(kept) >= len(ranks.ranks) - 2 else None
 
 
 @planted(
