@@ -72,7 +72,7 @@ def test_ray_restarted_with_a_late_host_ends_as_promised() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_host_of_a_job_with_parity_is_decoded_from_the_others() -> None:
-    """One host of a parity set costs nothing, two are refused; a job that kept copies proves nothing of parity."""
+    """As many hosts as parity survives cost nothing, one more is refused; a job with copies proves nothing of it."""
     with embedded_site(RANKS + 1, 256 * MIB, racks_count=RANKS + 1) as site:
         options = Options(seed=7, ranks_count=RANKS, nbytes=2 * MIB, config=site.config)
         report = run_drill("lose-host-parity", site, options)
@@ -80,6 +80,10 @@ def test_a_host_of_a_job_with_parity_is_decoded_from_the_others() -> None:
         is_repaired = "repaired" in {line.label for line in report.timeline}  # decoded before the slow restart asked
         assert report.bytes_by_tier["peer"] > 0 or is_repaired
         report = run_drill("lose-host-parity", site, replace(options, is_beyond=True))
+        assert (report.outcome, report.verdict) == (PASS, REFUSED), report.words
+        report = run_drill("lose-two-hosts-parity", site, options)
+        assert (report.outcome, report.rpo_steps, report.is_verified) == (PASS, 0, True), report.words
+        report = run_drill("lose-two-hosts-parity", site, replace(options, is_beyond=True))
         assert (report.outcome, report.verdict) == (PASS, REFUSED), report.words
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(LoseHostParity, "job_fields", {"replicas": 2})

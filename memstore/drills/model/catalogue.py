@@ -210,6 +210,13 @@ _DRILLS = (
         runs_on=(APART,), beyond_runs_on=(APART,), is_standard=False,
     ),
     Drill(
+        "lose-two-hosts-parity", "hosts",
+        "two hosts, with their memory, of a job that keeps parity in place of three copies",
+        "two hosts", from_peer("chunks that its peers decode from two rows, durable untouched"),
+        "those hosts and a third one of their parity set",
+        runs_on=(APART,), beyond_runs_on=(APART,), is_standard=False,
+    ),
+    Drill(
         "kill-raylet", "hosts",
         "the raylet of one host, with it its holder and its ranks; the memory stays and Ray is started again",
         "every process of one host", LOCAL_ONLY, **OWN,

@@ -146,14 +146,15 @@ class SecondFailure(KillTwoHosts):
 
 
 class LoseHostParity(KillHost):
-    """The loss of a host of a job with parity; beyond: of two hosts of one parity set, in which all ranks are."""
+    """The loss of as many hosts of a job as its parity survives; beyond: of one more. All ranks are in one set."""
 
     name = "lose-host-parity"
     job_fields: ClassVar[Mapping[str, Any]] = {"replicas": 2, "parity": SET_MAX}
 
     def setup(self) -> None:
-        if len(self.job.ranks) < DATA_MIN + 1:
-            raise DrillError(f"{len(self.job.ranks)} ranks keep copies: parity is of {DATA_MIN + 1} or more (--hosts)")
+        ranks_min = DATA_MIN + self.job_fields["replicas"] - 1
+        if len(self.job.ranks) < ranks_min:
+            raise DrillError(f"{len(self.job.ranks)} ranks keep copies: parity is of {ranks_min} or more (--hosts)")
         super().setup()
 
     def holders_of(self, rank: int) -> list[str]:
@@ -162,9 +163,9 @@ class LoseHostParity(KillHost):
         return [hosts[rank], *(host for host in dict.fromkeys(hosts) if host != hosts[rank])]
 
     def lost_hosts(self, holders: list[str]) -> list[str]:
-        """Return the rank's own host; beyond: and another one, without which its parity decodes nothing."""
+        """Return the rank's own host and as many others as may be lost with it; beyond: and one more."""
         others = [host for host in holders[1:] if self.site.may_lose([host])]
-        return [holders[0], *(others[:1] if self.is_beyond else ())]
+        return [holders[0], *others[: self.job_fields["replicas"] - 2 + self.is_beyond]]
 
     def restore(self) -> list[Restored]:
         """Require that what peers gave was decoded, not copied."""
@@ -172,6 +173,13 @@ class LoseHostParity(KillHost):
         if results[0].verdict == "peer" and "decoded" not in results[0].reason:
             self.broken(f"no chunk was decoded from parity: {results[0].reason}")
         return results
+
+
+class LoseTwoHostsParity(LoseHostParity):
+    """The same of a job whose parity survives the loss of two."""
+
+    name = "lose-two-hosts-parity"
+    job_fields: ClassVar[Mapping[str, Any]] = {"replicas": 3, "parity": SET_MAX}
 
 
 class RayletScene(Scene):

@@ -81,7 +81,8 @@ KINDS = {
     "speak-another-version": FaultKind("a holder is greeted in another version, or in none", None, 1),
     # Hosts.
     "kill-host": FaultKind("a host is lost with its memory and ranks; a blank one comes back", 6, 3, 3, is_grave=True,
-                      drills="kill-host lose-host-parity second-failure in-place-kill-host in-place-kill-two-hosts"),
+                      drills="kill-host lose-host-parity lose-two-hosts-parity second-failure in-place-kill-host "
+                             "in-place-kill-two-hosts"),
     "kill-rack": FaultKind("all hosts of a rack are lost at once", 2, is_grave=True, drills="kill-rack"),
     "wear-rack": FaultKind("the hosts of a rack are lost one after another", 0, is_grave=True,
                        drills="kill-rack-staggered"),
