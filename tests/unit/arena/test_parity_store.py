@@ -20,10 +20,10 @@ from memstore.errors import IntegrityError
 from memstore.shell.arena.arena import open_store
 from memstore.testing.clusters.scratch import scratch_folder
 from recovery.inventory import ShardId
-from recovery.parity import row_of, set_of
+from recovery.parity import ParitySet, set_of
 
 CHUNK_BYTES, SLOTS = 4096, 64
-RANKS, OWNER = (1, 4, 6, 9), 6
+RANKS, OWNER = ParitySet((1, 4, 6, 9)), 6
 OTHERS = (1, 4, 9)
 SIZES = st.lists(st.integers(0, 11 * CHUNK_BYTES), min_size=4, max_size=4)
 EVEN = [9 * CHUNK_BYTES + 100] * 4
@@ -49,7 +49,10 @@ def free_again(replicas: ReplicaStore) -> Iterator[None]:
 
 def shards_of(sizes: list[int], seed: int = 0) -> dict[int, RankShard]:
     """Shards of the set."""
-    return {rank: RankShard.of(rank, nbytes, CHUNK_BYTES, seed=seed) for rank, nbytes in zip(RANKS, sizes, strict=True)}
+    return {
+        rank: RankShard.of(rank, nbytes, CHUNK_BYTES, seed=seed)
+        for rank, nbytes in zip(RANKS.ranks, sizes, strict=True)
+    }
 
 
 def add(replicas: ReplicaStore, parity: IncomingParity, shard: RankShard, chunk: int) -> None:
@@ -96,7 +99,7 @@ def test_chunks_in_any_order_and_again_give_the_same_rows(
     assert (replicas.index.parity, replicas.index.incoming) == ({}, {})
     assert set_of(stored.shard, stored.spec) == RANKS
     assert [(s.rank, s.digest, s.nbytes) for s in stored.spec.summands] == [
-        (rank, shards[rank].digest, sizes[RANKS.index(rank)]) for rank in OTHERS
+        (rank, shards[rank].digest, sizes[RANKS.ranks.index(rank)]) for rank in OTHERS
     ]
     for rank in OTHERS:
         assert replicas.manifest_in_parity(shards[rank].shard, shards[rank].digest) == shards[rank].manifest
@@ -148,16 +151,16 @@ def test_what_ends_while_a_chunk_is_added_gives_every_slot_back(
     """A fence, a drop or an abort comes between two bytes of a row: its slot goes when the thread is out of it."""
     shards = shards_of(EVEN)
     parity = open_parity(replicas, RANKS, OWNER, shards)
-    real, free_meanwhile = replica_store.add_into, list[int]()
+    real, free_meanwhile = replicas.add_into, list[int]()
     for chunk in () if is_first else shards[1].at(RANKS, OWNER):
         add(replicas, parity, shards[1], chunk)
 
-    def interrupted(row: memoryview, nbytes: int, chunk: memoryview) -> None:
+    def interrupted(row: memoryview, nbytes: int, chunk: memoryview, factor: int) -> None:
         end(replicas)
         free_meanwhile.append(len(replicas.table.free))
-        real(row, nbytes, chunk)
+        real(row, nbytes, chunk, factor)
 
-    monkeypatch.setattr(replica_store, "add_into", interrupted)
+    monkeypatch.setattr(replicas, "add_into", interrupted)
     add(replicas, parity, shards[4], shards[4].at(RANKS, OWNER)[0])
     assert free_meanwhile == [SLOTS - 1]
     assert len(replicas.table.free) == SLOTS
@@ -175,10 +178,10 @@ def test_a_row_that_was_half_added_is_given_up_with_its_parity(
     for chunk in shards[1].at(RANKS, OWNER):
         add(replicas, parity, shards[1], chunk)
 
-    def failing(row: memoryview, nbytes: int, chunk: memoryview) -> None:
+    def failing(row: memoryview, nbytes: int, chunk: memoryview, factor: int) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(replica_store, "add_into", failing)
+    monkeypatch.setattr(replicas, "add_into", failing)
     with pytest.raises(MemoryError):
         add(replicas, parity, shards[4], shards[4].at(RANKS, OWNER)[0])
     assert (len(replicas.table.free), replicas.index.parity) == (SLOTS, {})
@@ -262,7 +265,7 @@ def test_only_rows_that_went_bad_are_added_again(replicas: ReplicaStore) -> None
 def test_manifests_too_long_for_parity_are_refused_and_keep_no_slot(replicas: ReplicaStore) -> None:
     """The manifests of all shards are in that of the parity, whose layout has the limit of any (R14)."""
     layout = bytes(LAYOUT_BYTES_MAX // 2)
-    shards = {rank: RankShard.of(rank, 5 * CHUNK_BYTES, CHUNK_BYTES, layout=layout) for rank in RANKS}
+    shards = {rank: RankShard.of(rank, 5 * CHUNK_BYTES, CHUNK_BYTES, layout=layout) for rank in RANKS.ranks}
     parity = open_parity(replicas, RANKS, OWNER, shards)
     add_all(replicas, parity, shards)
     with pytest.raises(IntegrityError, match="layout"):
@@ -314,7 +317,7 @@ def test_a_row_counts_as_full_only_once_its_slot_is_let_go(replicas: ReplicaStor
             super().__setitem__(rank, digest)
             stored.append(replicas.finish_parity(parity))
 
-    row = parity.rows[row_of(RANKS, last[1])]
+    row = parity.rows[RANKS.rows_at(OWNER, last[0], last[1] + 1)[last[1]]]
     row.added = Watched(row.added)
     add(replicas, parity, shards[last[0]], last[1])
     [found] = stored

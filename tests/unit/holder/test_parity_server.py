@@ -45,13 +45,15 @@ from memstore.shell.net.listener import connect_tcp
 from memstore.shell.peer.client import PeerClient
 from memstore.testing.clusters.two_holders import some_holders
 from recovery.inventory import Copy, ShardId
+from recovery.parity import ParitySet
 
 CHUNK_BYTES = 64 << 10
 HOSTS, RANKS = "abcde", (0, 1, 2, 3, 4)
+SET = ParitySet(RANKS)
 OWNER = 4  # its host e keeps the parity that is looked at
 SIZES = [9 * CHUNK_BYTES + 5, 0, 100, 4 * CHUNK_BYTES, 6 * CHUNK_BYTES]
 PARITY = ShardId(JOB, ATTEMPT, STEP, OWNER, is_parity=True)
-OF = ParityOf(OWNER, RANKS)
+OF = ParityOf.of(OWNER, SET)
 
 
 class Fleet:
@@ -88,7 +90,7 @@ class Fleet:
         """Have a rank's host add its shard into the parity of another rank's host."""
         holder = self.holders[rank]
         shard = self.shards[rank]
-        what = Push(shard.shard, digest or shard.digest, HOSTS[owner], is_repair=True, parity=ParityOf(owner, RANKS))
+        what = Push(shard.shard, digest or shard.digest, HOSTS[owner], is_repair=True, parity=ParityOf.of(owner, SET))
         assert push.begin(holder.state, what)
         holder.io.run(push.run, holder.state, what)
 
@@ -149,11 +151,11 @@ def fleet() -> Iterator[Fleet]:
 def test_four_unequal_shards_are_added_at_once(fleet: Fleet) -> None:
     """One has no byte and one a single chunk; the rows are what definition says, the last seal reports them."""
     stored = fleet.put()
-    assert fleet.rows() == rows_of(RANKS, OWNER, fleet.shards)
+    assert fleet.rows() == rows_of(SET, OWNER, fleet.shards)
     assert [s.rank for s in stored.spec.summands] == [0, 1, 2, 3]
     assert (fleet.failed, fleet.e.replicas.index.parity, fleet.e.replicas.index.incoming) == ([], {}, {})
     assert [copy.shard for copy in fleet.sealed["e"]] == [PARITY]
-    received = sum(len(fleet.shards[r].chunks[c]) for r in RANKS[:4] for c in fleet.shards[r].at(RANKS, OWNER))
+    received = sum(len(fleet.shards[r].chunks[c]) for r in RANKS[:4] for c in fleet.shards[r].at(SET, OWNER))
     assert fleet.e.peer_server.parity.received_bytes == received
     fleet.push(0)
     assert fleet.e.peer_server.parity.received_bytes == received
@@ -163,19 +165,19 @@ def test_four_unequal_shards_are_added_at_once(fleet: Fleet) -> None:
 def test_rows_that_have_not_changed_are_shared_and_of_mixed_ones_the_rest_is_fetched(fleet: Fleet) -> None:
     """One chunk has changed at the next step: it alone is sent, and the unchanged ones of its row are fetched."""
     before = fleet.put()
-    changed = fleet.shards[0].at(RANKS, OWNER)[0]
+    changed = fleet.shards[0].at(SET, OWNER)[0]
     new = {0: {changed: b"new" * 1000 + fleet.shards[0].chunks[changed][3000:]}}
     fleet.shards = {r: shard.next_step(new.get(r, {}), CHUNK_BYTES) for r, shard in fleet.shards.items()}
     received = fleet.e.peer_server.parity.received_bytes
     stored = fleet.put()
-    assert fleet.rows() == rows_of(RANKS, OWNER, fleet.shards)
+    assert fleet.rows() == rows_of(SET, OWNER, fleet.shards)
     assert [now == was for now, was in zip(stored.slots, before.slots, strict=True)] == [False, True]
-    in_row = [fleet.shards[r].chunks[c] for r in RANKS[:4] for c in list(fleet.shards[r].at(RANKS, OWNER))[:1]]
+    in_row = [fleet.shards[r].chunks[c] for r in RANKS[:4] for c in list(fleet.shards[r].at(SET, OWNER))[:1]]
     assert fleet.e.peer_server.parity.received_bytes - received == sum(map(len, in_row))
     assert len(in_row) > 1
     fleet.e.replicas.drop(before.shard)
     fleet.lose(3)
-    wanted = list(fleet.shards[3].at(RANKS, OWNER))
+    wanted = list(fleet.shards[3].at(SET, OWNER))
     request = FetchChunks(
         shard=WireShard.of(fleet.shards[3].shard),
         digest=fleet.shards[3].digest,
@@ -194,11 +196,11 @@ def test_rows_whose_parity_before_went_bad_are_sent_whole(fleet: Fleet) -> None:
     fleet.shards = {r: shard.next_step({}, CHUNK_BYTES) for r, shard in fleet.shards.items()}
     received = fleet.e.peer_server.parity.received_bytes
     fleet.put()
-    assert fleet.rows() == rows_of(RANKS, OWNER, fleet.shards)
+    assert fleet.rows() == rows_of(SET, OWNER, fleet.shards)
     first = [
-        shard.chunks[shard.at(RANKS, OWNER)[0]]
+        shard.chunks[shard.at(SET, OWNER)[0]]
         for r, shard in fleet.shards.items()
-        if r != OWNER and shard.at(RANKS, OWNER)
+        if r != OWNER and shard.at(SET, OWNER)
     ]
     assert fleet.e.peer_server.parity.received_bytes - received == sum(map(len, first))
 
@@ -218,7 +220,7 @@ def test_every_hosts_parity_decodes_a_lost_shard_bit_for_bit(fleet: Fleet) -> No
         for owner in (r for r in RANKS if r != lost):
             client = fleet.client(lost, owner)
             assert client.call(FetchManifest(shard=wire, digest=shard.digest)).manifest == shard.manifest
-            wanted = tuple(shard.at(RANKS, owner))
+            wanted = tuple(shard.at(SET, owner))
             found = client.fetch_bytes(FetchChunks(shard=wire, digest=shard.digest, chunks=wanted, others=others))
             assert [bytes(each) for each in found] == [shard.chunks[chunk] for chunk in wanted]
         fleet.seal(lost)
@@ -231,7 +233,7 @@ def test_a_host_decodes_into_its_own_slots(fleet: Fleet) -> None:
     shard, replicas = fleet.shards[0], fleet.e.replicas
     chunks = decode_manifest(shard.manifest).chunks
     replica = replicas.open_incoming("r", shard.shard, [c.digest for c in chunks], [c.nbytes for c in chunks], ATTEMPT)
-    here = shard.at(RANKS, OWNER)
+    here = shard.at(SET, OWNER)
     assert fleet.e.peer_server.parity.decode_into(replica, shard.digest, here, fleet.others(0)) == []
     assert replica.missing == [chunk for chunk in range(len(chunks)) if chunk not in here]
     replicas.abort_incoming("r", shard.shard)
@@ -242,8 +244,8 @@ def test_a_bad_chunk_of_another_shard_gives_an_empty_one_and_is_reported(fleet: 
     fleet.put()
     stored = fleet.holders[3].replicas.index.find(fleet.shards[3].shard)
     assert stored is not None
-    wanted = list(fleet.shards[0].at(RANKS, OWNER))
-    bad = fleet.shards[3].at(RANKS, OWNER)[0]
+    wanted = list(fleet.shards[0].at(SET, OWNER))
+    bad = fleet.shards[3].at(SET, OWNER)[0]
     fleet.rot(fleet.holders[3], stored, bad)
     fleet.lose(0)
     found = fleet.decode(0, wanted)
@@ -256,7 +258,7 @@ def test_a_bad_row_gives_an_empty_chunk_and_is_reported(fleet: Fleet) -> None:
     """The row is quarantined; a push again brings that row alone, and it decodes as before (R30)."""
     stored = fleet.put()
     fleet.rot(fleet.e, stored, 1)
-    wanted = list(fleet.shards[0].at(RANKS, OWNER))
+    wanted = list(fleet.shards[0].at(SET, OWNER))
     fleet.lose(0)
     assert [bool(each) for each in fleet.decode(0, wanted)] == [row != 1 for row in range(len(wanted))]
     assert fleet.sealed["e"][-1] == Copy(PARITY, stored.spec, "e", frozenset({1}))
@@ -264,8 +266,8 @@ def test_a_bad_row_gives_an_empty_chunk_and_is_reported(fleet: Fleet) -> None:
     before = fleet.e.peer_server.parity.received_bytes
     for rank in RANKS[:4]:
         fleet.push(rank)
-    assert fleet.rows() == rows_of(RANKS, OWNER, fleet.shards)
-    again = sum(len(fleet.shards[r].chunks[c]) for r in RANKS[:4] for c in list(fleet.shards[r].at(RANKS, OWNER))[1:2])
+    assert fleet.rows() == rows_of(SET, OWNER, fleet.shards)
+    again = sum(len(fleet.shards[r].chunks[c]) for r in RANKS[:4] for c in list(fleet.shards[r].at(SET, OWNER))[1:2])
     assert fleet.e.peer_server.parity.received_bytes - before == again
     assert fleet.parity() is stored
     fleet.lose(0)
@@ -284,7 +286,7 @@ def test_a_host_that_is_out_of_reach_is_no_evidence_and_ends_no_connection(
         request = FetchChunks(
             shard=WireShard.of(fleet.shards[0].shard),
             digest=fleet.shards[0].digest,
-            chunks=tuple(fleet.shards[0].at(RANKS, OWNER)),
+            chunks=tuple(fleet.shards[0].at(SET, OWNER)),
             others=fleet.others(0),
         )
         with pytest.raises(TransportError) as raised:
@@ -301,7 +303,7 @@ def test_a_chunk_that_came_damaged_is_no_evidence_against_the_others(fleet: Flee
     request = Verify(shard=WireShard.of(fleet.shards[0].shard), digest=fleet.shards[0].digest, chunks=None)
     assert fleet.client(1, OWNER).call(request).chunks == ()
     fleet.rot(fleet.e, stored, 1)
-    assert fleet.client(1, OWNER).call(request).chunks == (fleet.shards[0].at(RANKS, OWNER)[1],)
+    assert fleet.client(1, OWNER).call(request).chunks == (fleet.shards[0].at(SET, OWNER)[1],)
     assert [copy.missing for copy in fleet.sealed["e"]] == [frozenset(), frozenset(), frozenset({1})]
 
 
@@ -316,7 +318,7 @@ def test_a_host_with_part_of_the_shard_decodes_the_rest(fleet: Fleet) -> None:
     nbytes = sum(map(len, shard.chunks))
     stored = replicas.seal_local(shard.shard, world_size=64, layout=b"", nbytes=nbytes, slots=slots, attempt=ATTEMPT)
     assert stored.spec.digest == shard.digest
-    bad = shard.at(RANKS, OWNER)[0]
+    bad = shard.at(SET, OWNER)[0]
     fleet.rot(fleet.e, stored, bad)
     replicas.verify(stored)
     found = fleet.decode(0, range(len(shard.chunks)))
@@ -327,7 +329,7 @@ def test_a_chunk_that_has_no_row_here_is_empty_and_makes_no_one_search(fleet: Fl
     """Its row is at another host: that is no damage here."""
     fleet.put()
     fleet.lose(0)
-    strange = [chunk for chunk in range(9) if chunk not in fleet.shards[0].at(RANKS, OWNER)][:2]
+    strange = [chunk for chunk in range(9) if chunk not in fleet.shards[0].at(SET, OWNER)][:2]
     assert fleet.decode(0, strange) == [b"", b""]
     assert fleet.sealed["d"] == []
 
@@ -387,7 +389,7 @@ class Sender:
     def send_all(self) -> None:
         """Offer, and send everything that belongs there."""
         assert self.offer() == Done()
-        here = list(self.shard.at(RANKS, OWNER))
+        here = list(self.shard.at(SET, OWNER))
         lacking = self.begin(here)
         assert lacking == here
         if lacking:
@@ -401,7 +403,7 @@ class Sender:
 
 def test_a_chunk_that_is_damaged_on_the_way_is_not_added(fleet: Fleet) -> None:
     """It is lacking at the seal, and is sent again: the row has it once (R37)."""
-    sender, here = Sender(fleet, 0), list(fleet.shards[0].at(RANKS, OWNER))
+    sender, here = Sender(fleet, 0), list(fleet.shards[0].at(SET, OWNER))
     assert sender.offer() == Done()
     assert sender.begin(here) == here
     good = [fleet.shards[0].chunks[chunk] for chunk in here]
@@ -415,7 +417,7 @@ def test_a_chunk_that_is_damaged_on_the_way_is_not_added(fleet: Fleet) -> None:
     for rank in (1, 2, 3):
         fleet.seal(rank)
         fleet.push(rank)
-    assert fleet.rows() == rows_of(RANKS, OWNER, fleet.shards)
+    assert fleet.rows() == rows_of(SET, OWNER, fleet.shards)
     assert sender.seal() == HasCopy(), "the answer was lost, and the seal comes again"
     assert isinstance(sender.offer(), Refused), "which bytes it has is not known"
     assert sender.offer(is_known=True) == HasCopy()
@@ -423,7 +425,7 @@ def test_a_chunk_that_is_damaged_on_the_way_is_not_added(fleet: Fleet) -> None:
 
 def test_a_sender_that_dies_in_a_batch_and_comes_again_sends_the_rest(fleet: Fleet) -> None:
     """What was added before stays added, and is not asked for again."""
-    first, here = Sender(fleet, 0), list(fleet.shards[0].at(RANKS, OWNER))
+    first, here = Sender(fleet, 0), list(fleet.shards[0].at(SET, OWNER))
     assert first.offer() == Done()
     assert first.begin(here) == here
     first.send(fleet.shards[0].chunks[here[0]])
@@ -439,7 +441,7 @@ def test_a_sender_that_dies_in_a_batch_and_comes_again_sends_the_rest(fleet: Fle
     for rank in (1, 2, 3):
         Sender(fleet, rank).send_all()
     assert [Sender(fleet, rank).seal() for rank in (1, 2, 3)] == [Done(), Done(), HasCopy()]
-    assert fleet.rows() == rows_of(RANKS, OWNER, fleet.shards)
+    assert fleet.rows() == rows_of(SET, OWNER, fleet.shards)
 
 
 def until(is_so: Any) -> None:
@@ -470,7 +472,7 @@ def test_two_connections_that_add_to_the_same_row_take_turns(fleet: Fleet, monke
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(fleet.push, (0, 3)))
     assert fleet.failed == []
-    assert fleet.rows() == rows_of(RANKS, OWNER, fleet.shards)
+    assert fleet.rows() == rows_of(SET, OWNER, fleet.shards)
 
 
 def test_a_fence_in_the_middle_frees_the_rows_and_a_new_attempt_begins_again(fleet: Fleet) -> None:
@@ -489,7 +491,7 @@ def test_a_set_of_other_ranks_is_refused_by_name(fleet: Fleet) -> None:
     """A controller that chose other sets meanwhile: nothing of one set is added into rows of another (R37)."""
     sender = Sender(fleet, 0)
     sender.send_all()
-    other = ParityOf(OWNER, (0, 4, 9))
+    other = ParityOf(OWNER, (0, 4, 9), spare=1)
     shard = fleet.shards[0]
     offer = Offer(
         shard=sender.wire, sender="a", parity=other, digest=None, attempt=ATTEMPT, chunks_count=len(shard.chunks)
@@ -508,7 +510,7 @@ def test_a_put_is_added_where_the_targets_say(fleet: Fleet) -> None:
     """Every host pushes its rank's shard to all others of the set, and each of them keeps parity of the rest (R13)."""
     members = tuple(ShardHost(r, HOSTS[r]) for r in RANKS)
     for rank, holder in enumerate(fleet.holders):
-        row = RankTargets(rank=rank, targets=(), other_writers=(), parity_set=members)
+        row = RankTargets(rank=rank, targets=(), other_writers=(), parity_set=members, spare=1)
         holder.state.shared_shards.declare(PushTargets(job=JOB, attempt=ATTEMPT, targets=(), ranks=(row,)))
         stored = fleet.seal(rank)
         assert holder.io.run(push.replicate, holder.state, stored.shard, stored.spec.digest)
@@ -516,5 +518,5 @@ def test_a_put_is_added_where_the_targets_say(fleet: Fleet) -> None:
         shard = ShardId(JOB, ATTEMPT, STEP, rank, is_parity=True)
         until(lambda holder=holder, shard=shard: holder.replicas.index.find(shard) is not None)
         until(lambda holder=holder: not holder.state.pushes.under_way)
-    assert fleet.rows() == rows_of(RANKS, OWNER, fleet.shards)
+    assert fleet.rows() == rows_of(SET, OWNER, fleet.shards)
     assert fleet.failed == []
