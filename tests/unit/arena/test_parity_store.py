@@ -456,7 +456,7 @@ def next_shards(shards: dict[int, RankShard], chunks: dict[int, tuple[bytes, ...
 def stored_next(
     replicas: ReplicaStore, shards: dict[int, RankShard]
 ) -> tuple[StoredReplica, set[tuple[int, int]], set[tuple[int, int]]]:
-    """Do as a server does at the next step; return the parity, the chunks that were sent and those that were fetched."""
+    """Do as a server does at the next step; return the parity, what was sent and what was fetched."""
     shard = ShardId(JOB, ATTEMPT, STEP + 1, OWNER, is_parity=True)
     parity = IncomingParity(shard, TWO, ATTEMPT, 0.0, before=replicas.parity_before(shard, TWO))
     parity.rows_count = max(TWO.rows_count(len(each.chunks)) for each in shards.values())

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from parity_fleet import CHUNK_BYTES, HOSTS, OWNER, PARITY, Fleet, Sender, until
 from parity_hosts import ATTEMPT, JOB, STEP, RankShard, nowhere, rows_of
 
-from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.arena.slot_table import PeerShare
 from memstore.core.format.manifest import chunk_digest, decode_manifest
 from memstore.core.holder.puts import push
-from memstore.core.holder.puts.push import Push
-from memstore.core.wire.codec import decode_reply
 from memstore.core.wire.frame import Kind
-from memstore.core.wire.handshake import HolderIdentity
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import PushTargets, RankTargets
 from memstore.core.wire.peer_messages import (
     ChunkBatch,
-    ChunkRun,
     Done,
     FetchChunks,
     FetchManifest,
@@ -37,115 +31,23 @@ from memstore.core.wire.peer_messages import (
     Seal,
     ShardHost,
     Verify,
-    decode_lacking,
 )
 from memstore.errors import TransportError
-from memstore.shell.holder.holder import Holder
-from memstore.shell.net.listener import connect_tcp
-from memstore.shell.peer.client import PeerClient
 from memstore.testing.clusters.two_holders import some_holders
 from recovery.inventory import Copy, ShardId
 from recovery.parity import ParitySet
 
-CHUNK_BYTES = 64 << 10
-HOSTS, RANKS = "abcde", (0, 1, 2, 3, 4)
+RANKS = (0, 1, 2, 3, 4)
 SET = ParitySet(RANKS)
-OWNER = 4  # its host e keeps the parity that is looked at
 SIZES = [9 * CHUNK_BYTES + 5, 0, 100, 4 * CHUNK_BYTES, 6 * CHUNK_BYTES]
-PARITY = ShardId(JOB, ATTEMPT, STEP, OWNER, is_parity=True)
-OF = ParityOf.of(OWNER, SET)
-
-
-class Fleet:
-    """A holder for each rank, with the rank's shard."""
-
-    def __init__(self, holders: Sequence[Holder]) -> None:
-        self.holders = list(holders)
-        self.shards = {r: RankShard.of(r, size, CHUNK_BYTES) for r, size in zip(RANKS, SIZES, strict=True)}
-        self.sealed: dict[str, list[Copy]] = {host: [] for host in HOSTS}
-        self.failed: list[Any] = []
-        for host, holder in zip(HOSTS, holders, strict=True):
-            holder.replicas.claim(JOB, PeerShare(ATTEMPT, {}, 40))
-            holder.peer_server.parity.on_sealed = self.sealed[host].append
-            holder.peer_server.on_sealed = self.sealed[host].append
-            holder.state.report = self.failed.append
-
-    @property
-    def e(self) -> Holder:
-        """The host with the parity."""
-        return self.holders[OWNER]
-
-    def seal(self, rank: int, shard: RankShard | None = None) -> StoredReplica:
-        """Store a rank's shard on its host."""
-        shard, holder = shard or self.shards[rank], self.holders[rank]
-        slots = holder.replicas.take_slots(len(shard.chunks))
-        for slot, chunk in zip(slots, shard.chunks, strict=True):
-            holder.replicas.arena.view(slot, len(chunk))[:] = chunk
-        nbytes = sum(map(len, shard.chunks))
-        return holder.replicas.seal_local(
-            shard.shard, world_size=64, layout=b"", nbytes=nbytes, slots=slots, attempt=ATTEMPT
-        )
-
-    def push(self, rank: int, owner: int = OWNER, digest: str = "") -> None:
-        """Have a rank's host add its shard into the parity of another rank's host."""
-        holder = self.holders[rank]
-        shard = self.shards[rank]
-        what = Push(shard.shard, digest or shard.digest, HOSTS[owner], is_repair=True, parity=ParityOf.of(owner, SET))
-        assert push.begin(holder.state, what)
-        holder.io.run(push.run, holder.state, what)
-
-    def put(self) -> StoredReplica:
-        """Have all others add theirs, at once, and return the parity."""
-        for rank in RANKS:
-            self.seal(rank)
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(self.push, RANKS[:4]))
-        return self.parity()
-
-    def parity(self) -> StoredReplica:
-        """Return what e has stored for the step of the shards."""
-        stored = self.e.replicas.index.find(dataclasses.replace(PARITY, step=self.shards[0].shard.step))
-        assert stored is not None, self.failed
-        return stored
-
-    def rows(self) -> list[bytes]:
-        """Return the rows of e, each digested."""
-        stored = self.parity()
-        assert self.e.replicas.verify(stored) == []
-        return [bytes(self.e.replicas.chunk_view(stored, row) or b"") for row in range(len(stored.slots))]
-
-    def others(self, rank: int) -> tuple[ShardHost, ...]:
-        """Say where the other shards of the set are."""
-        return tuple(ShardHost(r, HOSTS[r]) for r in RANKS if r not in (rank, OWNER))
-
-    def client(self, at: int, host: int) -> PeerClient:
-        """Return one holder's connections to another."""
-        return self.holders[at].peers.peer(HOSTS[host])
-
-    def decode(self, rank: int, chunks: Sequence[int]) -> list[bytearray]:
-        """Ask e, from rank 3's host, for chunks of a rank's shard."""
-        wire, digest = WireShard.of(self.shards[rank].shard), self.shards[rank].digest
-        request = FetchChunks(shard=wire, digest=digest, chunks=tuple(chunks), others=self.others(rank))
-        return self.client(3, OWNER).fetch_bytes(request)
-
-    def rot(self, holder: Holder, stored: StoredReplica, chunk: int) -> None:
-        """Change a bit of a chunk where it lies."""
-        slot = stored.slots[chunk]
-        assert slot is not None
-        view = holder.replicas.arena.view(slot, 1)
-        view[0] ^= 1
-
-    def lose(self, rank: int) -> None:
-        """Have a rank's host forget its shard."""
-        self.holders[rank].replicas.drop(self.shards[rank].shard)
 
 
 @pytest.fixture
 def fleet() -> Iterator[Fleet]:
-    with some_holders(HOSTS, CHUNK_BYTES) as holders:
+    with some_holders(HOSTS[:5], CHUNK_BYTES) as holders:
         for holder in holders:
             holder.replicas.ensure_free(60)
-        yield Fleet(holders)
+        yield Fleet(holders, SET, SIZES)
 
 
 def test_four_unequal_shards_are_added_at_once(fleet: Fleet) -> None:
@@ -334,73 +236,6 @@ def test_a_chunk_that_has_no_row_here_is_empty_and_makes_no_one_search(fleet: Fl
     assert fleet.sealed["d"] == []
 
 
-class Sender:
-    """A connection of a host to e, on which a test says each frame."""
-
-    def __init__(self, fleet: Fleet, rank: int) -> None:
-        self.shard, self.wire = fleet.shards[rank], WireShard.of(fleet.shards[rank].shard)
-        self.host, e = HOSTS[rank], fleet.e
-        (endpoint, *_) = e.state.info.endpoints
-        self.channel = connect_tcp(
-            endpoint.address,
-            endpoint.port,
-            secret=e.secret,
-            store=e.config.store,
-            identity=HolderIdentity(host=self.host, incarnation=1),
-            timeout_s=60.0,
-            host="e",
-        )
-
-    def ask(self, request: Any) -> Any:
-        """Send a request and return its reply."""
-        return decode_reply(request, self.channel.request(request, timeout_s=60.0).data)
-
-    def offer(self, *, is_known: bool = False) -> Any:
-        """Offer the shard."""
-        digest = self.shard.digest if is_known else None
-        return self.ask(
-            Offer(
-                shard=self.wire,
-                sender=self.host,
-                parity=OF,
-                digest=digest,
-                attempt=ATTEMPT,
-                chunks_count=len(self.shard.chunks),
-            )
-        )
-
-    def begin(self, chunks: Sequence[int]) -> list[int]:
-        """Begin to send chunks; return those that e lacks."""
-        offered = tuple(OfferedChunk(c, chunk_digest(self.shard.chunks[c]), len(self.shard.chunks[c])) for c in chunks)
-        batch = ChunkBatch(shard=self.wire, sender=self.host, parity=OF, chunks=offered)
-        self.channel.send(Kind.CALL, 7, batch, deadline_s=60.0)
-        frame = self.channel.recv(timeout_s=60.0)
-        return list(decode_lacking(frame.data).chunks) if frame.kind is Kind.EVENT else [-1]
-
-    def send(self, *chunks: bytes) -> None:
-        """Send bytes as chunks."""
-        run = ChunkRun(sizes=tuple(map(len, chunks)))
-        self.channel.send(Kind.CHUNK, 7, run, [memoryview(c) for c in chunks], deadline_s=60.0)
-
-    def end(self) -> Kind:
-        """Take the reply of the batch."""
-        return self.channel.recv(timeout_s=60.0).kind
-
-    def send_all(self) -> None:
-        """Offer, and send everything that belongs there."""
-        assert self.offer() == Done()
-        here = list(self.shard.at(SET, OWNER))
-        lacking = self.begin(here)
-        assert lacking == here
-        if lacking:
-            self.send(*(self.shard.chunks[c] for c in lacking))
-        assert self.end() is Kind.REPLY
-
-    def seal(self) -> Any:
-        """Seal it."""
-        return self.ask(Seal(shard=self.wire, sender=self.host, parity=OF, manifest=self.shard.manifest))
-
-
 def test_a_chunk_that_is_damaged_on_the_way_is_not_added(fleet: Fleet) -> None:
     """It is lacking at the seal, and is sent again: the row has it once (R37)."""
     sender, here = Sender(fleet, 0), list(fleet.shards[0].at(SET, OWNER))
@@ -442,16 +277,6 @@ def test_a_sender_that_dies_in_a_batch_and_comes_again_sends_the_rest(fleet: Fle
         Sender(fleet, rank).send_all()
     assert [Sender(fleet, rank).seal() for rank in (1, 2, 3)] == [Done(), Done(), HasCopy()]
     assert fleet.rows() == rows_of(SET, OWNER, fleet.shards)
-
-
-def until(is_so: Any) -> None:
-    """Wait until something is so, which another thread does."""
-    given = threading.Event()
-    for _ in range(6000):
-        if is_so():
-            return
-        given.wait(0.01)
-    raise TimeoutError("it never came")
 
 
 def test_two_connections_that_add_to_the_same_row_take_turns(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
