@@ -183,9 +183,7 @@ def _merged(transfers: Iterable[Transfer]) -> Iterator[Transfer]:
     """Yield the transfers, in order, with neighbours from one source joined into one run."""
     last: Transfer | None = None
     for item in transfers:
-        is_run = last is not None and last.stride == item.stride == 1 and PARITY not in (last.tier, item.tier)
-        if last is not None and is_run and (last.rank, last.source) == (item.rank, item.source):
-            # One rank's runs tile its shard without a gap, so the two are neighbours.
+        if last is not None and _is_next(last, item):
             count, nbytes = last.chunks_count + item.chunks_count, last.nbytes + item.nbytes
             last = replace(last, chunks_count=count, nbytes=nbytes)
             continue
@@ -194,3 +192,9 @@ def _merged(transfers: Iterable[Transfer]) -> Iterator[Transfer]:
         last = item
     if last is not None:
         yield last
+
+
+def _is_next(last: Transfer, item: Transfer) -> bool:
+    """Return whether a run goes on where another one ends: chunks that are decoded may be between them."""
+    is_near = last.stride == item.stride == 1 and last.first_chunk + last.chunks_count == item.first_chunk
+    return is_near and (last.rank, last.source, last.tier) == (item.rank, item.source, item.tier)

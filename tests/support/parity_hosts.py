@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+
+from parity_sums import rows_by_definition
 
 from memstore.core.arena.parity_rows import IncomingParity
 from memstore.core.arena.replica_store import Store
@@ -13,7 +15,7 @@ from memstore.errors import PeerUnreachable
 from memstore.shell.peer.chunk_frames import Damage
 from memstore.shell.peer.parity import OtherHolder, ParityServer
 from recovery.inventory import ShardId
-from recovery.parity import ParitySet, chunks_at, rows_count
+from recovery.parity import ParitySet
 
 JOB, ATTEMPT, STEP = "train", 1, 2
 
@@ -55,9 +57,9 @@ class RankShard:
         """Return its digest."""
         return shard_digest(self.manifest)
 
-    def at(self, ranks: ParitySet, owner: int) -> range:
+    def at(self, ranks: ParitySet, owner: int) -> list[int]:
         """Return its chunks that are added into the parity of another rank."""
-        return chunks_at(ranks, owner, self.rank, len(self.chunks))
+        return [*ranks.rows_at(owner, self.rank, len(self.chunks))]
 
     def name_in(self, parity: IncomingParity) -> None:
         """Note that it is in the parity whole, as its seal does."""
@@ -66,26 +68,15 @@ class RankShard:
 
 
 def rows_of(ranks: ParitySet, owner: int, shards: Mapping[int, RankShard]) -> list[bytes]:
-    """Return a rank's rows: of every other shard the chunk that belongs there, as numbers added without carry."""
-    sums: dict[int, list[bytes]] = {}
-    for rank in (rank for rank in ranks if rank != owner):
-        for row, chunk in enumerate(shards[rank].at(ranks, owner)):
-            sums.setdefault(row, []).append(shards[rank].chunks[chunk])
-    return [xor(sums[row]) for row in sorted(sums)]
-
-
-def xor(parts: Sequence[bytes]) -> bytes:
-    """Add bytes; shorter ones count as followed by zeros."""
-    total = 0
-    for part in parts:
-        total ^= int.from_bytes(part, "little")
-    return total.to_bytes(max(map(len, parts)), "little")
+    """Return a rank's rows by definition."""
+    chunk_bytes = decode_manifest(shards[owner].manifest).chunk_bytes
+    return rows_by_definition(ranks, owner, {rank: shards[rank].chunks for rank in ranks.ranks}, chunk_bytes)
 
 
 def open_parity(replicas: Store, ranks: ParitySet, owner: int, shards: Mapping[int, RankShard]) -> IncomingParity:
     """Begin the parity of a rank, as the offers of all others do."""
     parity = IncomingParity(ShardId(JOB, ATTEMPT, STEP, owner, is_parity=True), ranks, ATTEMPT, 0.0)
-    parity.rows_count = max(rows_count(ranks, len(shards[rank].chunks)) for rank in parity.others)
+    parity.rows_count = max(ranks.rows_count(len(shards[rank].chunks)) for rank in ranks.others(owner))
     replicas.index.parity[parity.shard] = parity
     return parity
 

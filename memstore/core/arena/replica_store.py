@@ -364,7 +364,9 @@ class ReplicaStore(Generic[M_co, F_co]):
             CapacityError: There is no slot for a row that has no chunk in it.
             IntegrityError: A row that was stored before went bad meanwhile.
         """
-        with self.lock:  # another shard's seal may be storing it, too
+        with self.lock:  # another shard's seal may be storing it, too, or has
+            if parity.is_over:
+                return None
             sizes, shared = parity.row_sizes(), parity.shared_rows()
             stored_rows = {**shared, **parity.stored_rows}
             for number in range(len(sizes)):

@@ -261,7 +261,7 @@ def test_the_bill_compares_schemes_on_the_racks_of_the_store(racked: Desk, monke
     assert cells(screen, "parity 8+1")[4:] == ["-", "-", "-", "needs 9 racks, has 5"]
     said = " ".join(screen.split())
     assert "keeps the promise of 1+p copies, any p losses, in less memory, and has worse odds beyond it" in said
-    assert "cannot be configured yet" in said
+    assert "k+2 is Config(parity=k, replicas=3)" in said
 
 
 def test_the_bill_of_a_job_counts_its_settings(racked: Desk) -> None:
@@ -271,6 +271,17 @@ def test_the_bill_of_a_job_counts_its_settings(racked: Desk) -> None:
     assert [name for name, row in rows.items() if row["is_configured"]] == ["2 copies"]
     assert rows["parity 4+1"]["fatal"]["2"] == pytest.approx(4 / 9)
     assert "--bill compares schemes" in racked.run("plan", "--bill", "--lose", "h1").stderr
+
+
+def test_the_bill_knows_parity_that_survives_two_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """replicas=3 with parity is k+2: the row of it is the configured one, also where the table has none of that k."""
+    for parity in (4, 3):
+        world = ControllerWorld(6, replicas=3, parity=parity)
+        desk = Desk(monkeypatch, world, world.launch(6)[0])
+        rows = json.loads(desk.run("plan", "train", "--bill", "--json").stdout)["bill"]
+        assert [row["scheme"] for row in rows if row["is_configured"]] == [f"parity {parity}+2"]
+        (row,) = [row for row in rows if row["is_configured"]]
+        assert (row["data"], row["spare"], row["memory"]) == (parity, 2, pytest.approx(2 * (1 + 2 / parity)))
 
 
 def test_the_bill_needs_no_job_and_no_dead_host(racked: Desk) -> None:

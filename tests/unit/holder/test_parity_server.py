@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from parity_fleet import CHUNK_BYTES, HOSTS, OWNER, PARITY, Fleet, Sender, until
 from parity_hosts import ATTEMPT, JOB, STEP, RankShard, nowhere, rows_of
 
-from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.arena.slot_table import PeerShare
 from memstore.core.format.manifest import chunk_digest, decode_manifest
 from memstore.core.holder.puts import push
-from memstore.core.holder.puts.push import Push
-from memstore.core.wire.codec import decode_reply
 from memstore.core.wire.frame import Kind
-from memstore.core.wire.handshake import HolderIdentity
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import PushTargets, RankTargets
 from memstore.core.wire.peer_messages import (
     ChunkBatch,
-    ChunkRun,
     Done,
     FetchChunks,
     FetchManifest,
@@ -37,123 +31,33 @@ from memstore.core.wire.peer_messages import (
     Seal,
     ShardHost,
     Verify,
-    decode_lacking,
 )
 from memstore.errors import TransportError
-from memstore.shell.holder.holder import Holder
-from memstore.shell.net.listener import connect_tcp
-from memstore.shell.peer.client import PeerClient
 from memstore.testing.clusters.two_holders import some_holders
 from recovery.inventory import Copy, ShardId
+from recovery.parity import ParitySet
 
-CHUNK_BYTES = 64 << 10
-HOSTS, RANKS = "abcde", (0, 1, 2, 3, 4)
-OWNER = 4  # its host e keeps the parity that is looked at
+RANKS = (0, 1, 2, 3, 4)
+SET = ParitySet(RANKS)
 SIZES = [9 * CHUNK_BYTES + 5, 0, 100, 4 * CHUNK_BYTES, 6 * CHUNK_BYTES]
-PARITY = ShardId(JOB, ATTEMPT, STEP, OWNER, is_parity=True)
-OF = ParityOf(OWNER, RANKS)
-
-
-class Fleet:
-    """A holder for each rank, with the rank's shard."""
-
-    def __init__(self, holders: Sequence[Holder]) -> None:
-        self.holders = list(holders)
-        self.shards = {r: RankShard.of(r, size, CHUNK_BYTES) for r, size in zip(RANKS, SIZES, strict=True)}
-        self.sealed: dict[str, list[Copy]] = {host: [] for host in HOSTS}
-        self.failed: list[Any] = []
-        for host, holder in zip(HOSTS, holders, strict=True):
-            holder.replicas.claim(JOB, PeerShare(ATTEMPT, {}, 40))
-            holder.peer_server.parity.on_sealed = self.sealed[host].append
-            holder.peer_server.on_sealed = self.sealed[host].append
-            holder.state.report = self.failed.append
-
-    @property
-    def e(self) -> Holder:
-        """The host with the parity."""
-        return self.holders[OWNER]
-
-    def seal(self, rank: int, shard: RankShard | None = None) -> StoredReplica:
-        """Store a rank's shard on its host."""
-        shard, holder = shard or self.shards[rank], self.holders[rank]
-        slots = holder.replicas.take_slots(len(shard.chunks))
-        for slot, chunk in zip(slots, shard.chunks, strict=True):
-            holder.replicas.arena.view(slot, len(chunk))[:] = chunk
-        nbytes = sum(map(len, shard.chunks))
-        return holder.replicas.seal_local(
-            shard.shard, world_size=64, layout=b"", nbytes=nbytes, slots=slots, attempt=ATTEMPT
-        )
-
-    def push(self, rank: int, owner: int = OWNER, digest: str = "") -> None:
-        """Have a rank's host add its shard into the parity of another rank's host."""
-        holder = self.holders[rank]
-        shard = self.shards[rank]
-        what = Push(shard.shard, digest or shard.digest, HOSTS[owner], is_repair=True, parity=ParityOf(owner, RANKS))
-        assert push.begin(holder.state, what)
-        holder.io.run(push.run, holder.state, what)
-
-    def put(self) -> StoredReplica:
-        """Have all others add theirs, at once, and return the parity."""
-        for rank in RANKS:
-            self.seal(rank)
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(self.push, RANKS[:4]))
-        return self.parity()
-
-    def parity(self) -> StoredReplica:
-        """Return what e has stored for the step of the shards."""
-        stored = self.e.replicas.index.find(dataclasses.replace(PARITY, step=self.shards[0].shard.step))
-        assert stored is not None, self.failed
-        return stored
-
-    def rows(self) -> list[bytes]:
-        """Return the rows of e, each digested."""
-        stored = self.parity()
-        assert self.e.replicas.verify(stored) == []
-        return [bytes(self.e.replicas.chunk_view(stored, row) or b"") for row in range(len(stored.slots))]
-
-    def others(self, rank: int) -> tuple[ShardHost, ...]:
-        """Say where the other shards of the set are."""
-        return tuple(ShardHost(r, HOSTS[r]) for r in RANKS if r not in (rank, OWNER))
-
-    def client(self, at: int, host: int) -> PeerClient:
-        """Return one holder's connections to another."""
-        return self.holders[at].peers.peer(HOSTS[host])
-
-    def decode(self, rank: int, chunks: Sequence[int]) -> list[bytearray]:
-        """Ask e, from rank 3's host, for chunks of a rank's shard."""
-        wire, digest = WireShard.of(self.shards[rank].shard), self.shards[rank].digest
-        request = FetchChunks(shard=wire, digest=digest, chunks=tuple(chunks), others=self.others(rank))
-        return self.client(3, OWNER).fetch_bytes(request)
-
-    def rot(self, holder: Holder, stored: StoredReplica, chunk: int) -> None:
-        """Change a bit of a chunk where it lies."""
-        slot = stored.slots[chunk]
-        assert slot is not None
-        view = holder.replicas.arena.view(slot, 1)
-        view[0] ^= 1
-
-    def lose(self, rank: int) -> None:
-        """Have a rank's host forget its shard."""
-        self.holders[rank].replicas.drop(self.shards[rank].shard)
 
 
 @pytest.fixture
 def fleet() -> Iterator[Fleet]:
-    with some_holders(HOSTS, CHUNK_BYTES) as holders:
+    with some_holders(HOSTS[:5], CHUNK_BYTES) as holders:
         for holder in holders:
             holder.replicas.ensure_free(60)
-        yield Fleet(holders)
+        yield Fleet(holders, SET, SIZES)
 
 
 def test_four_unequal_shards_are_added_at_once(fleet: Fleet) -> None:
     """One has no byte and one a single chunk; the rows are what definition says, the last seal reports them."""
     stored = fleet.put()
-    assert fleet.rows() == rows_of(RANKS, OWNER, fleet.shards)
+    assert fleet.rows() == rows_of(SET, OWNER, fleet.shards)
     assert [s.rank for s in stored.spec.summands] == [0, 1, 2, 3]
     assert (fleet.failed, fleet.e.replicas.index.parity, fleet.e.replicas.index.incoming) == ([], {}, {})
     assert [copy.shard for copy in fleet.sealed["e"]] == [PARITY]
-    received = sum(len(fleet.shards[r].chunks[c]) for r in RANKS[:4] for c in fleet.shards[r].at(RANKS, OWNER))
+    received = sum(len(fleet.shards[r].chunks[c]) for r in RANKS[:4] for c in fleet.shards[r].at(SET, OWNER))
     assert fleet.e.peer_server.parity.received_bytes == received
     fleet.push(0)
     assert fleet.e.peer_server.parity.received_bytes == received
@@ -163,19 +67,19 @@ def test_four_unequal_shards_are_added_at_once(fleet: Fleet) -> None:
 def test_rows_that_have_not_changed_are_shared_and_of_mixed_ones_the_rest_is_fetched(fleet: Fleet) -> None:
     """One chunk has changed at the next step: it alone is sent, and the unchanged ones of its row are fetched."""
     before = fleet.put()
-    changed = fleet.shards[0].at(RANKS, OWNER)[0]
+    changed = fleet.shards[0].at(SET, OWNER)[0]
     new = {0: {changed: b"new" * 1000 + fleet.shards[0].chunks[changed][3000:]}}
     fleet.shards = {r: shard.next_step(new.get(r, {}), CHUNK_BYTES) for r, shard in fleet.shards.items()}
     received = fleet.e.peer_server.parity.received_bytes
     stored = fleet.put()
-    assert fleet.rows() == rows_of(RANKS, OWNER, fleet.shards)
+    assert fleet.rows() == rows_of(SET, OWNER, fleet.shards)
     assert [now == was for now, was in zip(stored.slots, before.slots, strict=True)] == [False, True]
-    in_row = [fleet.shards[r].chunks[c] for r in RANKS[:4] for c in list(fleet.shards[r].at(RANKS, OWNER))[:1]]
+    in_row = [fleet.shards[r].chunks[c] for r in RANKS[:4] for c in list(fleet.shards[r].at(SET, OWNER))[:1]]
     assert fleet.e.peer_server.parity.received_bytes - received == sum(map(len, in_row))
     assert len(in_row) > 1
     fleet.e.replicas.drop(before.shard)
     fleet.lose(3)
-    wanted = list(fleet.shards[3].at(RANKS, OWNER))
+    wanted = list(fleet.shards[3].at(SET, OWNER))
     request = FetchChunks(
         shard=WireShard.of(fleet.shards[3].shard),
         digest=fleet.shards[3].digest,
@@ -194,11 +98,11 @@ def test_rows_whose_parity_before_went_bad_are_sent_whole(fleet: Fleet) -> None:
     fleet.shards = {r: shard.next_step({}, CHUNK_BYTES) for r, shard in fleet.shards.items()}
     received = fleet.e.peer_server.parity.received_bytes
     fleet.put()
-    assert fleet.rows() == rows_of(RANKS, OWNER, fleet.shards)
+    assert fleet.rows() == rows_of(SET, OWNER, fleet.shards)
     first = [
-        shard.chunks[shard.at(RANKS, OWNER)[0]]
+        shard.chunks[shard.at(SET, OWNER)[0]]
         for r, shard in fleet.shards.items()
-        if r != OWNER and shard.at(RANKS, OWNER)
+        if r != OWNER and shard.at(SET, OWNER)
     ]
     assert fleet.e.peer_server.parity.received_bytes - received == sum(map(len, first))
 
@@ -218,7 +122,7 @@ def test_every_hosts_parity_decodes_a_lost_shard_bit_for_bit(fleet: Fleet) -> No
         for owner in (r for r in RANKS if r != lost):
             client = fleet.client(lost, owner)
             assert client.call(FetchManifest(shard=wire, digest=shard.digest)).manifest == shard.manifest
-            wanted = tuple(shard.at(RANKS, owner))
+            wanted = tuple(shard.at(SET, owner))
             found = client.fetch_bytes(FetchChunks(shard=wire, digest=shard.digest, chunks=wanted, others=others))
             assert [bytes(each) for each in found] == [shard.chunks[chunk] for chunk in wanted]
         fleet.seal(lost)
@@ -231,7 +135,7 @@ def test_a_host_decodes_into_its_own_slots(fleet: Fleet) -> None:
     shard, replicas = fleet.shards[0], fleet.e.replicas
     chunks = decode_manifest(shard.manifest).chunks
     replica = replicas.open_incoming("r", shard.shard, [c.digest for c in chunks], [c.nbytes for c in chunks], ATTEMPT)
-    here = shard.at(RANKS, OWNER)
+    here = shard.at(SET, OWNER)
     assert fleet.e.peer_server.parity.decode_into(replica, shard.digest, here, fleet.others(0)) == []
     assert replica.missing == [chunk for chunk in range(len(chunks)) if chunk not in here]
     replicas.abort_incoming("r", shard.shard)
@@ -242,8 +146,8 @@ def test_a_bad_chunk_of_another_shard_gives_an_empty_one_and_is_reported(fleet: 
     fleet.put()
     stored = fleet.holders[3].replicas.index.find(fleet.shards[3].shard)
     assert stored is not None
-    wanted = list(fleet.shards[0].at(RANKS, OWNER))
-    bad = fleet.shards[3].at(RANKS, OWNER)[0]
+    wanted = list(fleet.shards[0].at(SET, OWNER))
+    bad = fleet.shards[3].at(SET, OWNER)[0]
     fleet.rot(fleet.holders[3], stored, bad)
     fleet.lose(0)
     found = fleet.decode(0, wanted)
@@ -256,7 +160,7 @@ def test_a_bad_row_gives_an_empty_chunk_and_is_reported(fleet: Fleet) -> None:
     """The row is quarantined; a push again brings that row alone, and it decodes as before (R30)."""
     stored = fleet.put()
     fleet.rot(fleet.e, stored, 1)
-    wanted = list(fleet.shards[0].at(RANKS, OWNER))
+    wanted = list(fleet.shards[0].at(SET, OWNER))
     fleet.lose(0)
     assert [bool(each) for each in fleet.decode(0, wanted)] == [row != 1 for row in range(len(wanted))]
     assert fleet.sealed["e"][-1] == Copy(PARITY, stored.spec, "e", frozenset({1}))
@@ -264,8 +168,8 @@ def test_a_bad_row_gives_an_empty_chunk_and_is_reported(fleet: Fleet) -> None:
     before = fleet.e.peer_server.parity.received_bytes
     for rank in RANKS[:4]:
         fleet.push(rank)
-    assert fleet.rows() == rows_of(RANKS, OWNER, fleet.shards)
-    again = sum(len(fleet.shards[r].chunks[c]) for r in RANKS[:4] for c in list(fleet.shards[r].at(RANKS, OWNER))[1:2])
+    assert fleet.rows() == rows_of(SET, OWNER, fleet.shards)
+    again = sum(len(fleet.shards[r].chunks[c]) for r in RANKS[:4] for c in list(fleet.shards[r].at(SET, OWNER))[1:2])
     assert fleet.e.peer_server.parity.received_bytes - before == again
     assert fleet.parity() is stored
     fleet.lose(0)
@@ -284,7 +188,7 @@ def test_a_host_that_is_out_of_reach_is_no_evidence_and_ends_no_connection(
         request = FetchChunks(
             shard=WireShard.of(fleet.shards[0].shard),
             digest=fleet.shards[0].digest,
-            chunks=tuple(fleet.shards[0].at(RANKS, OWNER)),
+            chunks=tuple(fleet.shards[0].at(SET, OWNER)),
             others=fleet.others(0),
         )
         with pytest.raises(TransportError) as raised:
@@ -301,7 +205,7 @@ def test_a_chunk_that_came_damaged_is_no_evidence_against_the_others(fleet: Flee
     request = Verify(shard=WireShard.of(fleet.shards[0].shard), digest=fleet.shards[0].digest, chunks=None)
     assert fleet.client(1, OWNER).call(request).chunks == ()
     fleet.rot(fleet.e, stored, 1)
-    assert fleet.client(1, OWNER).call(request).chunks == (fleet.shards[0].at(RANKS, OWNER)[1],)
+    assert fleet.client(1, OWNER).call(request).chunks == (fleet.shards[0].at(SET, OWNER)[1],)
     assert [copy.missing for copy in fleet.sealed["e"]] == [frozenset(), frozenset(), frozenset({1})]
 
 
@@ -316,7 +220,7 @@ def test_a_host_with_part_of_the_shard_decodes_the_rest(fleet: Fleet) -> None:
     nbytes = sum(map(len, shard.chunks))
     stored = replicas.seal_local(shard.shard, world_size=64, layout=b"", nbytes=nbytes, slots=slots, attempt=ATTEMPT)
     assert stored.spec.digest == shard.digest
-    bad = shard.at(RANKS, OWNER)[0]
+    bad = shard.at(SET, OWNER)[0]
     fleet.rot(fleet.e, stored, bad)
     replicas.verify(stored)
     found = fleet.decode(0, range(len(shard.chunks)))
@@ -327,81 +231,14 @@ def test_a_chunk_that_has_no_row_here_is_empty_and_makes_no_one_search(fleet: Fl
     """Its row is at another host: that is no damage here."""
     fleet.put()
     fleet.lose(0)
-    strange = [chunk for chunk in range(9) if chunk not in fleet.shards[0].at(RANKS, OWNER)][:2]
+    strange = [chunk for chunk in range(9) if chunk not in fleet.shards[0].at(SET, OWNER)][:2]
     assert fleet.decode(0, strange) == [b"", b""]
     assert fleet.sealed["d"] == []
 
 
-class Sender:
-    """A connection of a host to e, on which a test says each frame."""
-
-    def __init__(self, fleet: Fleet, rank: int) -> None:
-        self.shard, self.wire = fleet.shards[rank], WireShard.of(fleet.shards[rank].shard)
-        self.host, e = HOSTS[rank], fleet.e
-        (endpoint, *_) = e.state.info.endpoints
-        self.channel = connect_tcp(
-            endpoint.address,
-            endpoint.port,
-            secret=e.secret,
-            store=e.config.store,
-            identity=HolderIdentity(host=self.host, incarnation=1),
-            timeout_s=60.0,
-            host="e",
-        )
-
-    def ask(self, request: Any) -> Any:
-        """Send a request and return its reply."""
-        return decode_reply(request, self.channel.request(request, timeout_s=60.0).data)
-
-    def offer(self, *, is_known: bool = False) -> Any:
-        """Offer the shard."""
-        digest = self.shard.digest if is_known else None
-        return self.ask(
-            Offer(
-                shard=self.wire,
-                sender=self.host,
-                parity=OF,
-                digest=digest,
-                attempt=ATTEMPT,
-                chunks_count=len(self.shard.chunks),
-            )
-        )
-
-    def begin(self, chunks: Sequence[int]) -> list[int]:
-        """Begin to send chunks; return those that e lacks."""
-        offered = tuple(OfferedChunk(c, chunk_digest(self.shard.chunks[c]), len(self.shard.chunks[c])) for c in chunks)
-        batch = ChunkBatch(shard=self.wire, sender=self.host, parity=OF, chunks=offered)
-        self.channel.send(Kind.CALL, 7, batch, deadline_s=60.0)
-        frame = self.channel.recv(timeout_s=60.0)
-        return list(decode_lacking(frame.data).chunks) if frame.kind is Kind.EVENT else [-1]
-
-    def send(self, *chunks: bytes) -> None:
-        """Send bytes as chunks."""
-        run = ChunkRun(sizes=tuple(map(len, chunks)))
-        self.channel.send(Kind.CHUNK, 7, run, [memoryview(c) for c in chunks], deadline_s=60.0)
-
-    def end(self) -> Kind:
-        """Take the reply of the batch."""
-        return self.channel.recv(timeout_s=60.0).kind
-
-    def send_all(self) -> None:
-        """Offer, and send everything that belongs there."""
-        assert self.offer() == Done()
-        here = list(self.shard.at(RANKS, OWNER))
-        lacking = self.begin(here)
-        assert lacking == here
-        if lacking:
-            self.send(*(self.shard.chunks[c] for c in lacking))
-        assert self.end() is Kind.REPLY
-
-    def seal(self) -> Any:
-        """Seal it."""
-        return self.ask(Seal(shard=self.wire, sender=self.host, parity=OF, manifest=self.shard.manifest))
-
-
 def test_a_chunk_that_is_damaged_on_the_way_is_not_added(fleet: Fleet) -> None:
     """It is lacking at the seal, and is sent again: the row has it once (R37)."""
-    sender, here = Sender(fleet, 0), list(fleet.shards[0].at(RANKS, OWNER))
+    sender, here = Sender(fleet, 0), list(fleet.shards[0].at(SET, OWNER))
     assert sender.offer() == Done()
     assert sender.begin(here) == here
     good = [fleet.shards[0].chunks[chunk] for chunk in here]
@@ -415,7 +252,7 @@ def test_a_chunk_that_is_damaged_on_the_way_is_not_added(fleet: Fleet) -> None:
     for rank in (1, 2, 3):
         fleet.seal(rank)
         fleet.push(rank)
-    assert fleet.rows() == rows_of(RANKS, OWNER, fleet.shards)
+    assert fleet.rows() == rows_of(SET, OWNER, fleet.shards)
     assert sender.seal() == HasCopy(), "the answer was lost, and the seal comes again"
     assert isinstance(sender.offer(), Refused), "which bytes it has is not known"
     assert sender.offer(is_known=True) == HasCopy()
@@ -423,7 +260,7 @@ def test_a_chunk_that_is_damaged_on_the_way_is_not_added(fleet: Fleet) -> None:
 
 def test_a_sender_that_dies_in_a_batch_and_comes_again_sends_the_rest(fleet: Fleet) -> None:
     """What was added before stays added, and is not asked for again."""
-    first, here = Sender(fleet, 0), list(fleet.shards[0].at(RANKS, OWNER))
+    first, here = Sender(fleet, 0), list(fleet.shards[0].at(SET, OWNER))
     assert first.offer() == Done()
     assert first.begin(here) == here
     first.send(fleet.shards[0].chunks[here[0]])
@@ -439,17 +276,7 @@ def test_a_sender_that_dies_in_a_batch_and_comes_again_sends_the_rest(fleet: Fle
     for rank in (1, 2, 3):
         Sender(fleet, rank).send_all()
     assert [Sender(fleet, rank).seal() for rank in (1, 2, 3)] == [Done(), Done(), HasCopy()]
-    assert fleet.rows() == rows_of(RANKS, OWNER, fleet.shards)
-
-
-def until(is_so: Any) -> None:
-    """Wait until something is so, which another thread does."""
-    given = threading.Event()
-    for _ in range(6000):
-        if is_so():
-            return
-        given.wait(0.01)
-    raise TimeoutError("it never came")
+    assert fleet.rows() == rows_of(SET, OWNER, fleet.shards)
 
 
 def test_two_connections_that_add_to_the_same_row_take_turns(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,7 +297,7 @@ def test_two_connections_that_add_to_the_same_row_take_turns(fleet: Fleet, monke
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(fleet.push, (0, 3)))
     assert fleet.failed == []
-    assert fleet.rows() == rows_of(RANKS, OWNER, fleet.shards)
+    assert fleet.rows() == rows_of(SET, OWNER, fleet.shards)
 
 
 def test_a_fence_in_the_middle_frees_the_rows_and_a_new_attempt_begins_again(fleet: Fleet) -> None:
@@ -489,7 +316,7 @@ def test_a_set_of_other_ranks_is_refused_by_name(fleet: Fleet) -> None:
     """A controller that chose other sets meanwhile: nothing of one set is added into rows of another (R37)."""
     sender = Sender(fleet, 0)
     sender.send_all()
-    other = ParityOf(OWNER, (0, 4, 9))
+    other = ParityOf(OWNER, (0, 4, 9), spare=1)
     shard = fleet.shards[0]
     offer = Offer(
         shard=sender.wire, sender="a", parity=other, digest=None, attempt=ATTEMPT, chunks_count=len(shard.chunks)
@@ -508,7 +335,7 @@ def test_a_put_is_added_where_the_targets_say(fleet: Fleet) -> None:
     """Every host pushes its rank's shard to all others of the set, and each of them keeps parity of the rest (R13)."""
     members = tuple(ShardHost(r, HOSTS[r]) for r in RANKS)
     for rank, holder in enumerate(fleet.holders):
-        row = RankTargets(rank=rank, targets=(), other_writers=(), parity_set=members)
+        row = RankTargets(rank=rank, targets=(), other_writers=(), parity_set=members, spare=1)
         holder.state.shared_shards.declare(PushTargets(job=JOB, attempt=ATTEMPT, targets=(), ranks=(row,)))
         stored = fleet.seal(rank)
         assert holder.io.run(push.replicate, holder.state, stored.shard, stored.spec.digest)
@@ -516,5 +343,5 @@ def test_a_put_is_added_where_the_targets_say(fleet: Fleet) -> None:
         shard = ShardId(JOB, ATTEMPT, STEP, rank, is_parity=True)
         until(lambda holder=holder, shard=shard: holder.replicas.index.find(shard) is not None)
         until(lambda holder=holder: not holder.state.pushes.under_way)
-    assert fleet.rows() == rows_of(RANKS, OWNER, fleet.shards)
+    assert fleet.rows() == rows_of(SET, OWNER, fleet.shards)
     assert fleet.failed == []

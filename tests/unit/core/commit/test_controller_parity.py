@@ -8,6 +8,7 @@ from memstore.core.wire.orders import PushCopy
 from memstore.testing.controller.holder import DirectedRank
 from memstore.testing.controller.world import JOB, ControllerWorld, describe, trained
 from recovery.inventory import ShardId, StepId
+from recovery.parity import ParitySet
 
 HOSTS = ("h0", "h1", "h2", "h3", "h4")
 
@@ -89,7 +90,7 @@ def test_a_new_controller_knows_the_sets_of_a_put_under_way() -> None:
     """It reads them from the fact of the room; the step that was open commits with its parity (R2, R16)."""
     world, ranks = trained(5, parity=4)
     sets = dict(world.job().attempts[1].parity_sets)
-    assert sets == dict.fromkeys(range(5), (0, 1, 2, 3, 4))
+    assert sets == dict.fromkeys(range(5), ParitySet((0, 1, 2, 3, 4)))
     for rank in ranks[:3]:
         world.put(rank, 2)
     world.run(0.05)

@@ -119,17 +119,36 @@ PARITY = {"shard": ShardId("job", 1, 2, 0, is_parity=True), "format": 2}
 def test_a_manifest_of_parity_names_the_shards_in_it() -> None:
     """Unequal shards, one of them empty: their manifests come back as they were, and the spec lists them (R37)."""
     shards = {rank: encode_manifest(manifest(n, shard=ShardId("job", 1, 2, rank))) for rank, n in ((2, 0), (1, 9))}
-    made = manifest(10, layout=encode_summands(shards), **PARITY)
+    made = manifest(10, layout=encode_summands(shards, spare=2), **PARITY)
     found = decode_manifest(encode_manifest(made))
     assert found == made
     assert [summand_manifest(found, rank) for rank in (1, 2, 5)] == [shards[1], shards[2], None]
     summands = [(each.rank, each.digest, each.nbytes) for each in spec_of(found, "d").summands]
     assert summands == [(1, shard_digest(shards[1]), 9), (2, shard_digest(shards[2]), 0)]
-    nothing = manifest(0, layout=encode_summands({2: shards[2]}), **PARITY)
-    assert spec_of(decode_manifest(encode_manifest(nothing)), "d").chunks_count == 0
+    assert spec_of(found, "d").spare == 2
+    nothing = manifest(0, layout=encode_summands({2: shards[2]}, spare=1), **PARITY)
+    spec = spec_of(decode_manifest(encode_manifest(nothing)), "d")
+    assert (spec.chunks_count, spec.spare) == (0, 1)
+    assert spec_of(manifest(10), "d").spare == 0
 
 
-@pytest.mark.parametrize("layout", [b"", b"junk", encode_summands({1: b"junk"}), msgpack.packb([[1, 2]])])
+def summands_layout(spare: int) -> bytes:
+    """The layout of parity of one good shard."""
+    return encode_summands({1: encode_manifest(manifest(9, shard=ShardId("job", 1, 2, 1)))}, spare)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        b"",
+        b"junk",
+        encode_summands({1: b"junk"}, spare=1),
+        msgpack.packb([1, [[1, 2]]]),
+        msgpack.packb([[1, b""]]),
+        summands_layout(spare=0),
+        summands_layout(spare=3),
+    ],
+)
 def test_parity_of_what_is_no_shard_is_an_error_of_ours(layout: bytes) -> None:
     """A holder that adopts one drops it, and goes on (R6)."""
     made = decode_manifest(encode_manifest(manifest(10, layout=layout, **PARITY)))
