@@ -211,7 +211,7 @@ class ParityRepair:
         self, state: ClusterState, out: Effects, view: ClusterView, pushes: RepairPushes, decode: Decode
     ) -> None:
         self.state, self.out, self.view, self.pushes, self._decode = state, out, view, pushes, decode
-        self.decoding: dict[ShardId, float] = {}  # shard -> when it may be ordered again
+        self.decoding: dict[ShardId, tuple[str, float]] = {}  # shard -> where, and when it may be ordered again
 
     def is_kept(self, now: float, job: Job, attempt: Attempt, step: StepId, rank: int, ranks: ParitySet) -> bool:
         """Return whether a live host keeps a rank's parity; else have the host of its shard add it up again."""
@@ -273,7 +273,7 @@ class ParityRepair:
     def decode(self, now: float, job: Job, attempt: Attempt, shard: ShardId, ranks: ParitySet) -> None:
         """Have a lost shard of a committed step decoded on its rank's host, or if that is dead on another one."""
         step, hosts = StepId(shard.attempt, shard.step), self.state.hosts
-        self.decoding = {each: until_s for each, until_s in self.decoding.items() if until_s > now}
+        self.decoding = {each: order for each, order in self.decoding.items() if order[1] > now}
         if shard in self.decoding:
             return
         target = self.view.owner_host(job, attempt, shard.rank)
@@ -283,8 +283,9 @@ class ParityRepair:
             others = [h for h in (placement.targets if placement is not None else ()) if hosts.is_answering(h)]
             if not others:
                 return
-            target = min(others, key=lambda h: (h in near, len(job.on_host.get(h, {}).get(step, ())), h))
-        self.decoding[shard] = now + DECODE_DEADLINE_S
+            coming = Counter(host for host, _ in self.decoding.values())  # two lost shards of a set go to two hosts
+            target = min(others, key=lambda h: (h in near, len(job.on_host.get(h, {}).get(step, ())) + coming[h], h))
+        self.decoding[shard] = target, now + DECODE_DEADLINE_S
         self._decode(target, job, attempt, shard)
 
 
