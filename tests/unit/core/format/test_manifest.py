@@ -13,6 +13,7 @@ from memstore.config import check_name
 from memstore.core.format import layout as layouts
 from memstore.core.format.layout import decode_layout, encode_layout
 from memstore.core.format.manifest import (
+    PARITY_FORMAT,
     Chunk,
     Manifest,
     chunk_digest,
@@ -79,7 +80,7 @@ def test_spec_follows_the_manifest() -> None:
         {"shard": ShardId("../job", 1, 2, 0)},
         {"shard": ShardId("job", 1, 2, 3)},
         {"shard": ShardId("job", -1, 2, 0)},
-        {"format": 2},
+        {"format": PARITY_FORMAT},
         {"chunk_bytes": 0},
         {"layout": bytes((64 << 20) + 1)},
     ],
@@ -113,7 +114,7 @@ def test_hostile_manifest_is_refused(changes: dict[str, object], error: type[Exc
         decode_manifest(row(**changes))
 
 
-PARITY = {"shard": ShardId("job", 1, 2, 0, is_parity=True), "format": 2}
+PARITY = {"shard": ShardId("job", 1, 2, 0, is_parity=True), "format": PARITY_FORMAT}
 
 
 def test_a_manifest_of_parity_names_the_shards_in_it() -> None:
@@ -158,7 +159,7 @@ def test_parity_of_what_is_no_shard_is_an_error_of_ours(layout: bytes) -> None:
 
 def test_a_shard_is_not_taken_for_parity() -> None:
     """The format says which it is; one that contradicts the shard is not encoded."""
-    for changes in ({"format": 2}, {"shard": PARITY["shard"]}):
+    for changes in ({"format": PARITY_FORMAT}, {"shard": PARITY["shard"]}):
         with pytest.raises(ManifestMismatch):
             encode_manifest(manifest(**changes))
 
