@@ -94,7 +94,7 @@ def test_contradicting_manifest_is_not_encoded(changes: dict[str, object]) -> No
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"format": 3}, ManifestMismatch),
+        ({"format": 2}, ManifestMismatch),
         ({"format": True}, ProtocolError),
         ({"job": "a/b"}, ManifestMismatch),
         ({"job": b"job"}, ProtocolError),
