@@ -359,6 +359,9 @@ class ParityServer:
         rows = [parts.row_of(rank, chunk) if not data else None for chunk, data in zip(wanted, held, strict=True)]
         asked = {row: chunk for row, chunk in zip(rows, wanted, strict=True) if row is not None}
         found = self._from_rows(stored, parts, rank, asked)
+        lost = {row: chunk for row, chunk in asked.items() if not found[row]}
+        if lost and parts.second is not None:  # what was found rotten is known to be lost now: the second row helps
+            found.update(self._from_rows(stored, parts, rank, lost))
         return [data if row is None else found[row] for row, data in zip(rows, held, strict=True)]
 
     def _from_rows(
