@@ -84,11 +84,8 @@ class _Parts:
 
     def chunks_in(self, rank: int, rows: Collection[int]) -> dict[int, int]:
         """Return by row the chunks that a rank has in some rows."""
-        return {
-            row: chunk
-            for chunk, row in self.ranks.rows_at(self.owner, rank, len(self.by_rank[rank].chunks)).items()
-            if row in rows
-        }
+        count, found = len(self.by_rank[rank].chunks), {row: self.ranks.chunk_in(self.owner, rank, row) for row in rows}
+        return {row: chunk for row, chunk in found.items() if chunk is not None and chunk < count}
 
 
 class OtherHolder(Protocol):
