@@ -87,6 +87,11 @@ class ParitySet:
                 return self.spare * (chunk // self.data) + at
         return None
 
+    def chunk_in(self, owner: int, rank: int, row: int) -> int | None:
+        """Return the chunk of a rank that a row of another one has, if its shard is that long; None if it has none."""
+        offset = self._offset(owner, rank, row % self.spare)
+        return self.data * (row // self.spare) + offset if 0 <= offset < self.data else None
+
     def rows_at(self, owner: int, rank: int, chunks_count: int) -> dict[int, int]:
         """Return the chunks of a rank's shard that are added into the rows of another rank -> the row of each.
 

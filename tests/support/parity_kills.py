@@ -1,4 +1,4 @@
-"""Rounds of a job with parity whose hosts are killed at random moments (R37).
+"""Rounds of a job with parity whose hosts are killed at random moments, as many at once as it survives (R37).
 
 A seed draws hosts, parity, a size for every rank, and the kills; each is followed by a new launch. The newest of all
 steps that were reported as committed, to a rank or by the status, must come back, or a newer one, all bytes as put.
@@ -18,8 +18,8 @@ from typing import Any
 from memstore.errors import MemstoreError
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.ranks.fleet import Fleet
-from memstore.testing.ranks.rank_process import RankFailed, RankNursery, RankProcess, fail_together, together
-from placement.parity_sets import parity_groups
+from memstore.testing.ranks.rank_process import RankFailed, RankNursery, RankProcess, together
+from placement.parity_sets import DATA_MIN, parity_groups
 from placement.topology import Host, Topology
 
 CHUNK_BYTES = 64 << 10
@@ -52,19 +52,21 @@ class Scenario:
     kib: tuple[int, ...]  # twice what each rank puts
     kills: tuple[Kill, ...]
     has_storage: bool
-    last_moment: str  # of the loss of two hosts of one set
+    last_moment: str  # of the loss of one host of a set too many
+    spare: int = 1  # hosts that may be lost at once
 
     def text(self) -> str:
         """Return it in one line, for the message of a failure."""
         kills = ", ".join(f"{k.kind} {k.moment} {k.delay_s:.3f} s" for k in self.kills)
         chunks = "+".join(str(kib // 128) for kib in self.kib)
-        return f"seed {self.seed}: {self.hosts_count} hosts, parity {self.parity}, chunks {chunks}; {kills}; then two"
+        hosts = f"{self.hosts_count} hosts, parity {self.parity}+{self.spare}"
+        return f"seed {self.seed}: {hosts}, chunks {chunks}; {kills}; then one more"
 
 
-def draw(seed: int, *, kills_count: int = 4) -> Scenario:
+def draw(seed: int, *, kills_count: int = 4, spare: int = 1) -> Scenario:
     """Return the round of a seed."""
     rng = random.Random(f"parity {seed}")
-    hosts_count = rng.choice((4, 5, 5, 5, 7))
+    hosts_count = rng.choice((4, 5, 5, 5, 7)) if spare == 1 else rng.choice((5, 6, 6, 6, 8))
     world_size = hosts_count * (2 if hosts_count < 7 and rng.random() < 0.25 else 1)
     kills = [
         Kill(rng.choice(KINDS), rng.choice(MOMENTS), rng.uniform(0.0, 0.25), rng.random() < 0.3)
@@ -78,6 +80,7 @@ def draw(seed: int, *, kills_count: int = 4) -> Scenario:
         kills=tuple(kills),
         has_storage=rng.random() < 0.3,
         last_moment=rng.choice(("between", "between", "loop")),
+        spare=spare,
     )
 
 
@@ -96,16 +99,15 @@ class ParityRound:
             storage = folder / "storage"
             storage.mkdir(parents=True)
             durable = {"durable": str(storage), "durable_every": 2}
-        self.fleet = Fleet(
-            self.cluster, nursery, kib=scenario.kib, parity=scenario.parity, seed=scenario.seed, **durable
-        )
+        fields = {"parity": scenario.parity, "replicas": scenario.spare + 1, **durable}
+        self.fleet = Fleet(self.cluster, nursery, kib=scenario.kib, seed=scenario.seed, **fields)
         self.ranks: list[RankProcess] = []
         self.step = 0  # the newest that any rank began to put
         self.owed = -1  # the newest that was reported as committed
         self.trail: list[str] = []
 
     def play(self) -> Counter[str]:
-        """Play all kills, then the loss of two hosts of a set; return what was counted."""
+        """Play all kills, then the loss of one host of a set too many; return what was counted."""
         try:
             with self.cluster:
                 self._launch()
@@ -113,7 +115,7 @@ class ParityRound:
                     self._put_until_whole()
                     self._play(kill)
                 self._put_until_whole()
-                self._lose_two()
+                self._lose_too_many()
         except (AssertionError, MemstoreError, EOFError) as exc:
             raise AssertionError(f"{self.scenario.text()}\n  {'; '.join(self.trail)}\n  {exc}") from exc
         return self.counts
@@ -191,47 +193,57 @@ class ParityRound:
 
     def _play(self, kill: Kill) -> None:
         """Kill, and launch the job again."""
-        victim = self.rng.choice(self.hosts)
-        self.trail.append(f"{kill.kind} {victim} {kill.moment} at step {self.step + 1}")
+        victims = self.rng.sample(self.hosts, self.scenario.spare)
+        self.trail.append(f"{kill.kind} {', '.join(victims)} {kill.moment} at step {self.step + 1}")
         self._reach(kill.moment, kill.delay_s)
         self.owed = max(self.owed, self._committed())
         if kill.ranks_first:
             self.fleet.kill(self.ranks)
-        getattr(self, "_" + kill.kind.replace("-", "_"))(victim)
+        getattr(self, "_" + kill.kind.replace("-", "_"))(victims)
         self.fleet.kill(self.ranks)
         self._launch()
         self.counts[f"{kill.kind}, {kill.moment}"] += 1
 
-    def _new(self, victim: str) -> None:
-        """Lose a host; another one comes in its place."""
-        self.cluster.lose_host(victim)
-        name = f"h{len(self.cluster.labels)}"
-        self.cluster.add_host(name, self.cluster.labels[victim])
-        self.hosts[self.hosts.index(victim)] = name
-        self.cluster.wait_live(name)
+    def _lose(self, victims: Sequence[str]) -> None:
+        for victim in victims:
+            self.cluster.lose_host(victim)
 
-    def _left(self, victim: str) -> None:
-        """Lose a host; its ranks go to those that are left, if these can keep parity."""
-        if len(self.hosts) < 4:
-            self._new(victim)
+    def _new(self, victims: Sequence[str]) -> None:
+        """Lose hosts; others come in their place."""
+        self._lose(victims)
+        for victim in victims:
+            name = f"h{len(self.cluster.labels)}"
+            self.cluster.add_host(name, self.cluster.labels[victim])
+            self.hosts[self.hosts.index(victim)] = name
+            self.cluster.wait_live(name)
+
+    def _left(self, victims: Sequence[str]) -> None:
+        """Lose hosts; their ranks go to those that are left, if these can keep parity."""
+        spare = self.scenario.spare
+        if len(self.hosts) - spare < DATA_MIN + spare:
+            self._new(victims)
             return
-        self.cluster.lose_host(victim)
-        self.hosts.remove(victim)
-        wait_for(lambda: self.cluster.host_status().get(victim) in ("dead", None), f"the death of {victim}")
+        self._lose(victims)
+        for victim in victims:
+            self.hosts.remove(victim)
+            wait_for(lambda host=victim: self.cluster.host_status().get(host) in ("dead", None), f"{victim} is dead")
 
-    def _back(self, victim: str) -> None:
-        """Lose a host's memory; the host itself comes back."""
-        self.cluster.lose_host(victim)
-        self.cluster.start_holder(victim)
-        self.cluster.wait_live(victim)
+    def _back(self, victims: Sequence[str]) -> None:
+        """Lose hosts' memory; the hosts themselves come back."""
+        self._lose(victims)
+        for victim in victims:
+            self.cluster.start_holder(victim)
+        self.cluster.wait_live(*victims)
 
-    def _holder(self, victim: str) -> None:
-        """Kill a holder and start it again: it adopts its memory, rows in the making are gone."""
-        self.cluster.kill_holder(victim)
-        self.cluster.start_holder(victim)
-        self.cluster.wait_live(victim)
+    def _holder(self, victims: Sequence[str]) -> None:
+        """Kill holders and start them again: they adopt their memory, rows in the making are gone."""
+        for victim in victims:
+            self.cluster.kill_holder(victim)
+        for victim in victims:
+            self.cluster.start_holder(victim)
+        self.cluster.wait_live(*victims)
 
-    def _all_holders(self, _: str) -> None:
+    def _all_holders(self, _: Sequence[str]) -> None:
         """Kill all holders and the controller, and start them again."""
         hosts = self.cluster.running()
         self.cluster.kill_all()
@@ -240,30 +252,34 @@ class ParityRound:
             self.cluster.start_holder(host)
         self.cluster.wait_live(*hosts)
 
-    # -- two hosts ----------------------------------------------------------------------------
+    # -- one host too many --------------------------------------------------------------------
 
-    def _lose_two(self) -> None:
-        """Lose two hosts of one set at once: an error names what is gone, or a durable step comes back."""
-        lost = self.rng.sample(self._group(), 2)
+    def _lose_too_many(self) -> None:
+        """Lose one host more of a set than it survives: an error names what is gone, or a durable step comes back.
+
+        Shards that are shorter than a stripe may not need what is gone: then the newest step comes back whole.
+        """
+        lost = self.rng.sample(self._group(), self.scenario.spare + 1)
         gone = [rank for rank, host in enumerate(self.places) if host in lost]
-        self.trail.append(f"two lost: {lost} with ranks {gone}, {self.scenario.last_moment}")
+        self.trail.append(f"too many lost: {lost} with ranks {gone}, {self.scenario.last_moment}")
         durable = self._durable()
         self._reach(self.scenario.last_moment, 0.1)
+        self.owed = max(self.owed, self._committed())
         self.fleet.kill(self.ranks)
-        for host in lost:
-            self.cluster.lose_host(host)
+        self._lose(lost)
         self.hosts = [host for host in self.hosts if host not in lost]
-        if self.scenario.has_storage:
-            self._get_durable(durable)
-            return
-        errors = fail_together(self.fleet.launch(self.places), "get")
-        self._check_refused(errors, gone)
-        self.counts["two lost: refused"] += 1
+        self.ranks = self.fleet.launch(self.places)
+        replies, errors = tried_together(self.ranks, "get")
+        if errors:
+            self._check_refused(errors, gone)
+        else:
+            self._check_returned(replies, durable)
+        self.counts[f"too many lost: {'refused' if errors else replies[0]['verdict']}"] += 1
 
     def _group(self) -> Sequence[str]:
         """Return hosts of which each keeps parity for the others."""
         topology = Topology.of(Host(host, self.cluster.labels[host]) for host in self.hosts)
-        return self.rng.choice(parity_groups(topology, "rack", self.scenario.parity))
+        return self.rng.choice(parity_groups(topology, "rack", self.scenario.parity, self.scenario.spare))
 
     def _durable(self) -> int:
         """Wait for a durable step, where there is storage; return it."""
@@ -274,15 +290,28 @@ class ParityRound:
         )
         return int(row["durable_step"])
 
-    def _get_durable(self, durable: int) -> None:
-        """Get; it must be a step of durable storage, no older than the newest that was there."""
-        _, got = self.fleet.resume(self.places)
-        if got["step"] < durable or got["verdict"] not in ("durable", "mixed"):
-            raise AssertionError(f"step {got['step']} from {got['verdict']}, although {durable} was durable")
-        self.counts[f"two lost: {got['verdict']}"] += 1
+    def _check_returned(self, got: Sequence[dict[str, Any]], durable: int) -> None:
+        """A step that comes back is whole: from RAM no older than what is owed, else than the newest durable one."""
+        self.fleet.check(got)
+        step, verdict = got[0]["step"], got[0]["verdict"]
+        if step is None or step < (self.owed if verdict == "peer" else durable):
+            raise AssertionError(f"step {step} from {verdict}, although {self.owed} was owed and {durable} durable")
 
-    @staticmethod
-    def _check_refused(errors: Sequence[RankFailed], gone: Sequence[int]) -> None:
-        words = str(errors[0])
-        if {error.error for error in errors} != {"RecoveryError"} or not any(f"{rank}" in words for rank in gone):
-            raise AssertionError(f"two hosts with ranks {gone} are gone, and get raised {errors[0]}")
+    def _check_refused(self, errors: Sequence[RankFailed], gone: Sequence[int]) -> None:
+        words, kinds = str(errors[0]), {error.error for error in errors}
+        is_meant = kinds == {"RecoveryError"} and len(errors) == len(self.ranks) and not self.scenario.has_storage
+        if not is_meant or not any(f"{rank}" in words for rank in gone):
+            raise AssertionError(f"hosts with ranks {gone} are gone, and get raised {words} on {len(errors)} ranks")
+
+
+def tried_together(ranks: Sequence[RankProcess], do: str) -> tuple[list[dict[str, Any]], list[RankFailed]]:
+    """Run one collective command on all ranks; return the replies and the errors."""
+    replies, errors = list[dict[str, Any]](), list[RankFailed]()
+    for rank in ranks:
+        rank.begin(do)
+    for rank in ranks:
+        try:
+            replies.append(rank.finish())
+        except RankFailed as failed:
+            errors.append(failed)
+    return replies, errors

@@ -84,11 +84,8 @@ class _Parts:
 
     def chunks_in(self, rank: int, rows: Collection[int]) -> dict[int, int]:
         """Return by row the chunks that a rank has in some rows."""
-        return {
-            row: chunk
-            for chunk, row in self.ranks.rows_at(self.owner, rank, len(self.by_rank[rank].chunks)).items()
-            if row in rows
-        }
+        count, found = len(self.by_rank[rank].chunks), {row: self.ranks.chunk_in(self.owner, rank, row) for row in rows}
+        return {row: chunk for row, chunk in found.items() if chunk is not None and chunk < count}
 
 
 class OtherHolder(Protocol):
@@ -359,6 +356,9 @@ class ParityServer:
         rows = [parts.row_of(rank, chunk) if not data else None for chunk, data in zip(wanted, held, strict=True)]
         asked = {row: chunk for row, chunk in zip(rows, wanted, strict=True) if row is not None}
         found = self._from_rows(stored, parts, rank, asked)
+        lost = {row: chunk for row, chunk in asked.items() if not found[row]}
+        if lost and parts.second is not None:  # what was found rotten is known to be lost now: the second row helps
+            found.update(self._from_rows(stored, parts, rank, lost))
         return [data if row is None else found[row] for row, data in zip(rows, held, strict=True)]
 
     def _from_rows(

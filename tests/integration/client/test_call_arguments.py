@@ -168,9 +168,14 @@ def test_numbers_of_a_config_are_plain_ones() -> None:
         ({"keep_steps": True}, "keep_steps=True is out of range"),
         ({"stall_budget_s": math.nan}, "stall_budget_s=nan is out of range: it must be a number from 0 to 3600"),
         ({"stall_budget_s": "5"}, "stall_budget_s='5' is out of range"),
+        ({"parity": 1}, "parity=1 with replicas=2, scatter=1: parity is for replicas=2 or 3 and scatter=1"),
+        ({"parity": 4, "replicas": 1}, "parity=4 with replicas=1"),
+        ({"parity": 4, "replicas": 4}, "parity=4 with replicas=4"),
+        ({"parity": 4, "replicas": 3, "scatter": 2}, "parity=4 with replicas=3, scatter=2"),
     ):
         with pytest.raises(ConfigError, match=words):
             Config(**fields)  # type: ignore[arg-type]
+    assert [Config(parity=4, replicas=replicas).parity for replicas in (2, 3)] == [4, 4]
 
 
 def test_what_is_no_config_is_refused_by_its_type() -> None:

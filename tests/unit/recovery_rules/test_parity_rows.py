@@ -52,6 +52,10 @@ def test_every_chunk_is_in_rows_of_other_hosts_and_no_row_has_two_of_a_rank(rank
             mine = {chunk: place for chunk, found in expected.items() for place in found if place.owner == owner}
             assert [*here.items()] == [(chunk, place.row) for chunk, place in sorted(mine.items())]
             assert [ranks.row_of(owner, rank, chunk) for chunk in range(count)] == list(map(here.get, range(count)))
+            in_rows = {row: ranks.chunk_in(owner, rank, row) for row in range(ranks.rows_count(count))}
+            assert {row: chunk for row, chunk in in_rows.items() if chunk is not None and chunk < count} == {
+                row: chunk for chunk, row in here.items()
+            }
             assert all(ranks.factor(place.row, rank) == place.factor for place in mine.values())
             parts.update((owner, row, rank) for row in here.values())
         for found in expected.values():

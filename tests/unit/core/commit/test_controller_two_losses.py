@@ -44,6 +44,21 @@ def tolerated(world: ControllerWorld) -> int:
     return int(count)
 
 
+def survives(world: ControllerWorld, lost: Collection[str], world_size: int) -> bool:
+    """Return whether a get after the loss would return the newest committed step."""
+    job = world.job()
+    found = world.served.parts.dry_runs._what_if(job, job.newest, sorted(lost), world_size)
+    return found.step == job.newest_committed
+
+
+def promised(world: ControllerWorld) -> int:
+    """Return how many hosts may be lost, as status says; the planner must find it so whichever they are."""
+    count = tolerated(world)
+    for lost in combinations(sorted(world.served.hosts.live_ids()), max(0, count)):
+        assert survives(world, lost, 6) is (count >= 0), (lost, count)
+    return count
+
+
 def restored(world: ControllerWorld, step: int) -> list[DirectedRank]:
     """Launch the job; its get must return the step, every byte as put, from RAM alone."""
     ranks = world.launch(6)
@@ -170,14 +185,14 @@ def test_status_counts_down_and_up_again(spare_hosts: int, after_repair: int) ->
     world.get(ranks)
     assert world.put_all(ranks, 1)
     world.run(2.0)
-    seen = [tolerated(world)]
+    seen = [promised(world)]
     for rank in (1, 4):
         world.kill_host(ranks[rank].host_id)
         assert world.run_until(lambda rank=rank: ranks[rank].host_id not in world.served.hosts.live_ids(), 60.0)
-        seen.append(tolerated(world))
+        seen.append(promised(world))
     assert seen == [2, 1, 0]
     world.run(60.0)
-    assert tolerated(world) == after_repair, describe(world)
+    assert promised(world) == after_repair, describe(world)
     assert all(world.holders_of(StepId(1, 1), rank) for rank in range(6))
 
 
@@ -189,7 +204,7 @@ def test_a_host_that_refuses_parity_is_named_and_one_more_may_be_lost() -> None:
     assert all(rank.degraded[2] for rank in ranks)
     assert "h2" in ranks[0].reasons[2]
     assert "out of order" in ranks[0].reasons[2]
-    assert tolerated(world) == 1
+    assert promised(world) == 1
     assert world.status()["jobs"][0]["copies"] == 2
     world.kill_host("h3")
     world.add_host("h6")
@@ -197,14 +212,21 @@ def test_a_host_that_refuses_parity_is_named_and_one_more_may_be_lost() -> None:
     restored(world, 2)
 
 
+def test_racks_of_two_hosts_may_be_lost_by_two() -> None:
+    """Two hosts of a rack are in two sets, so that any two racks, which are four hosts, come back (R18, R37)."""
+    labels = {f"h{n}": {"rack": f"r{n % 6}"} for n in range(12)}
+    world = ControllerWorld(12, labels=labels, **FOUR_AND_TWO)
+    ranks = world.launch(12)
+    world.get(ranks)
+    assert world.put_all(ranks, 1)
+    levels = {row["level"]: row["tolerated"] for row in world.status()["jobs"][0]["survives"]}
+    assert levels == {"rack": 2, "host": 2}
+    for racks in combinations(range(6), 2):
+        assert survives(world, [f"h{n}" for n in range(12) if n % 6 in racks], 12)
+    assert not survives(world, [f"h{n}" for n in range(12) if n % 6 in (0, 1, 2)], 12)
+
+
 # -- the odds of a plan -------------------------------------------------------------------------------
-
-
-def survives(world: ControllerWorld, lost: Collection[str], world_size: int) -> bool:
-    """Return whether a get after the loss would return the newest committed step."""
-    job = world.job()
-    found = world.served.parts.dry_runs._what_if(job, job.newest, sorted(lost), world_size)
-    return found.step == job.newest_committed
 
 
 def check_odds(world: ControllerWorld, world_size: int) -> list[float]:
