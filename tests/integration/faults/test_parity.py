@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank_process import RankNursery, fail_together, together
 
 CHUNK_BYTES = 64 << 10
 CHUNKS = 65  # each rank puts 4 MiB of a tensor and a few bytes more
+EXACT_BYTES = 2 * (CHUNKS + -(-CHUNKS // 4)) * CHUNK_BYTES  # two versions of a shard and of its part of the parity
 
 
 def racks(count: int) -> dict[str, dict[str, str]]:
@@ -19,12 +22,11 @@ def racks(count: int) -> dict[str, dict[str, str]]:
 
 def test_a_lost_host_is_decoded_from_four_others(tmp_path: Path, nursery: RankNursery) -> None:
     """An arena of exactly 2.5 times the state; a host goes with its memory, and the newest step comes back whole."""
-    arena_bytes = (2 * CHUNKS + 2 * -(-CHUNKS // 4)) * CHUNK_BYTES
-    with ProcessCluster(tmp_path, racks(5), arena_bytes=arena_bytes, detect=2.0, chunk_bytes=CHUNK_BYTES) as cluster:
+    with ProcessCluster(tmp_path, racks(5), arena_bytes=EXACT_BYTES, detect=2.0, chunk_bytes=CHUNK_BYTES) as cluster:
         hosts = [f"h{i}" for i in range(5)]
         fleet = Fleet(cluster, nursery, kib=8192, parity=4)
         ranks = fleet.begin(hosts, last_step=4)
-        assert {row["stats"]["reserved_bytes"] for row in cluster.status()["hosts"]} == {arena_bytes}
+        assert {row["stats"]["reserved_bytes"] for row in cluster.status()["hosts"]} == {EXACT_BYTES}
         assert not cluster.job("train")["degraded"]
         fleet.kill(ranks)
         cluster.lose_host("h1")
@@ -33,6 +35,23 @@ def test_a_lost_host_is_decoded_from_four_others(tmp_path: Path, nursery: RankNu
         ranks, got = fleet.resume(["h0", "h5", "h2", "h3", "h4"])
         assert (got["step"], got["steps_lost"], got["verdict"]) == (4, 0, "peer")
         assert not together(ranks, "train", first=5, last=9)[0]["degraded"]
+
+
+@pytest.mark.parametrize("is_unfinished", [False, True])
+def test_a_full_host_decodes_the_shard_of_a_rank_that_moved_there(
+    tmp_path: Path, nursery: RankNursery, is_unfinished: bool
+) -> None:
+    """Its own rank has leased nothing before the get, and a step that was never committed gives way."""
+    with ProcessCluster(tmp_path, racks(5), arena_bytes=EXACT_BYTES, detect=20.0, chunk_bytes=CHUNK_BYTES) as cluster:
+        fleet = Fleet(cluster, nursery, kib=8192, parity=4)
+        ranks = fleet.begin([f"h{i}" for i in range(5)], last_step=4)
+        if is_unfinished:
+            together(ranks[:4], "put", step=5)
+            wait_for(lambda: len(cluster.manifests("h0")) == 3, "two shards and the parity of one step on h0")
+        fleet.kill(ranks)
+        cluster.lose_host("h4")
+        _, got = fleet.resume(["h0", "h1", "h2", "h3", "h0"])
+        assert (got["step"], got["verdict"], got["steps_lost"]) == (4, "peer", int(is_unfinished))
 
 
 def test_a_lost_host_without_a_replacement_is_decoded_elsewhere(tmp_path: Path, nursery: RankNursery) -> None:
