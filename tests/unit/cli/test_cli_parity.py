@@ -1,0 +1,77 @@
+"""What `memstore status`, `plan` and `drain` print of a job with parity (R37)."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from memstore.testing.controller.holder import DirectedRank
+from memstore.testing.controller.world import ControllerWorld, trained
+from tests.support.cli_store import Desk
+
+CHUNK_BYTES = 64  # of a directed rank
+
+
+def desk_of(patch: pytest.MonkeyPatch, world: ControllerWorld, ranks: list[DirectedRank]) -> Desk:
+    """Let what is under way end, and ask through rank 0."""
+    world.run(3.0)
+    return Desk(patch, world, ranks[0])
+
+
+def line(desk: Desk, begin: str) -> str:
+    """Return the first line of `memstore status` that begins so, with single spaces."""
+    lines = [" ".join(each.split()) for each in desk.run("status").stdout.splitlines()]
+    return next(each for each in lines if each.startswith(begin))
+
+
+def test_status_names_the_parity_of_a_job_and_of_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five ranks on five hosts are one set: a shard each, and rows of four others."""
+    desk = desk_of(monkeypatch, *trained(5, parity=4))
+    assert "parity 4+1 any 1 host off !" in line(desk, "train ")
+    assert " own + parity of 4 hosts ok" in line(desk, "h3 ")
+    assert "losing 2 hosts at once can lose the run" in line(desk, "! train: durable off")
+    row = json.loads(desk.run("status", "--json").stdout)
+    assert row["jobs"][0]["set_sizes"] == [5]
+    assert row["hosts"][3]["keeps_parity_of"] == ["h0", "h1", "h2", "h4"]
+
+
+def test_status_names_copies_beside_parity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five ranks on four hosts four are a set, and one has copies."""
+    world, ranks = trained(4, 5, parity=4)
+    desk = desk_of(monkeypatch, world, ranks)
+    assert "copies, parity 3+1 any 1 host" in line(desk, "train ")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 120])
+def test_no_table_is_broken_by_parity(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """No line is longer than the screen, and each cell is on it in whole words."""
+    desk = desk_of(monkeypatch, *trained(5, parity=4))
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = desk.run("status").stdout
+    assert max(map(len, shown.splitlines())) <= columns
+    words = shown.replace(":", " ").split()
+    assert words.count("parity") == 1 + 5
+    assert {"4+1", "own", "+", "hosts"} <= set(words)
+
+
+def test_a_plan_counts_what_hosts_fetch_to_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost shard of four chunks is decoded at four hosts: each fetches three chunks, and sends one unless it is h0.
+
+    There the rank is taken to start. So lost bytes are read four times over.
+    """
+    desk = desk_of(monkeypatch, *trained(5, parity=4))
+    found = desk.run("plan", "train", "--lose", "h1").stdout
+    peer = f"{(4 * 3 + 3) * CHUNK_BYTES} B peer"
+    assert f"{peer} · 0 B durable · {4 * 3 * CHUNK_BYTES} B of it to hosts that decode" in found
+    others = ("h0", "h2", "h3", "h4")
+    fed = {(a, b): CHUNK_BYTES for a in others for b in others if a != b}
+    sent = {(a, "h0"): CHUNK_BYTES for a in others if a != "h0"}
+    shown = re.findall(r"^  (h\d) +(h\d) +(\d+) B ", found, re.MULTILINE)
+    assert {(a, b): int(n) for a, b, n in shown} == {way: n + sent.get(way, 0) for way, n in fed.items()}
+    plan = json.loads(desk.run("plan", "train", "--lose", "h1", "--json").stdout)["plans"][0]
+    rows = plan["transfers"]
+    assert {(a, b): n for _, tier, a, b, n in rows if tier == "decoding"} == fed
+    assert {(a, b): n for _, tier, a, b, n in rows if tier == "parity" and a != b} == sent
+    assert plan["bytes"]["peer"] == sum(fed.values()) + sum(sent.values())
