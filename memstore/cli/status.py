@@ -281,7 +281,8 @@ def state_text(host: HostRow) -> str:
         return f"{host.status} {age_text(host.status_s)}: {host.why} !"
     if host.drains_s is not None:
         if host.drain_may_come:
-            return f"draining: {plural(host.drain_left, 'shard')} to copy"
+            what = "make durable" if any(row.in_parity for row in host.drain_short) else "copy"
+            return f"draining: {plural(host.drain_left, 'shard')} to {what}"
         return (
             f"draining: {drain_text(host.drain_short, host.drain_durable)} !" if host.drain_left else "draining: can go"
         )

@@ -120,6 +120,8 @@ class ShortStep(Part, frozen=True):
     replicas: Unsigned
     may_come: bool
     durable_problem: str
+    in_parity: bool
+    """They are short of the parity that the host keeps of them, for which there is no other place."""
 
 
 class DurableStep(Part, frozen=True):

@@ -75,3 +75,37 @@ def test_a_plan_counts_what_hosts_fetch_to_decode(monkeypatch: pytest.MonkeyPatc
     assert {(a, b): n for _, tier, a, b, n in rows if tier == "decoding"} == fed
     assert {(a, b): n for _, tier, a, b, n in rows if tier == "parity" and a != b} == sent
     assert plan["bytes"]["peer"] == sum(fed.values()) + sum(sent.values())
+
+
+def test_a_host_that_keeps_parity_can_go_once_the_job_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rank's shard is copied elsewhere, its parity has no other place: said at once, with what helps, and does."""
+    world, ranks = trained(6, 5, parity=4)
+    desk = desk_of(monkeypatch, world, ranks)
+    given = desk.run("drain", "h1", "--within", "500")
+    assert given.exit_code == 4
+    why = "train step 1: 1 of 2 copies elsewhere, since it keeps parity of 4 shards, which has no other place"
+    remedy = "start train again on other hosts: h1 can go after the next commit"
+    assert given.stderr == f"host h1 must not go: {why}; {remedy}\n"
+    shown = line(desk, "! h1: is to go in ")
+    assert shown.endswith(f": {why}. Remedy: {remedy}; `memstore drain h1 --cancel` if it stays")
+    for rank in ranks:
+        world.kill_rank(rank)
+    moved = [world.join(r, 5, "moved", host=host) for r, host in enumerate(("h0", "h5", "h2", "h3", "h4"))]
+    world.run(5.0)
+    world.get(moved)
+    assert world.put_all(moved, 2)
+    desk = desk_of(monkeypatch, world, moved)
+    assert line(desk, "h1 ").endswith("draining: can go")
+
+
+def test_a_host_that_keeps_parity_waits_for_durable_storage_where_there_is_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The notice is waited for; what helps at once is named, and lets the host go."""
+    world, ranks = trained(5, last=3, pause_s=3.0, parity=4, durable="/durable", durable_every=1000)
+    desk = desk_of(monkeypatch, world, ranks)
+    given = desk.run("drain", "h1", "--within", "5")
+    assert given.exit_code == 4
+    assert "or `memstore persist train`, if no rank puts any more" in given.stderr
+    assert line(desk, "h1 ").endswith(" shards to make durable")
+    assert desk.run("persist", "train").exit_code == 0
+    world.run(5.0)  # the storage is looked at
+    assert line(desk, "h1 ").endswith("draining: can go")
