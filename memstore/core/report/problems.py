@@ -324,6 +324,8 @@ def _copies_remedy(newest: AttemptStatus, hosts: list[HostRow]) -> str:
         return f"it recovers when hosts in another {newest.level_asked} are back"
     if newest.refusals:
         return "make room where it was refused (`memstore rm`, a larger arena_bytes); repair tries again by itself"
+    if newest.set_sizes and newest.short and not any(row.targets for row in newest.short):
+        return "the next commit: its parity sets are of hosts that are there"
     return "none needed: repair begins by itself"
 
 

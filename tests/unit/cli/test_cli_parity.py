@@ -109,3 +109,22 @@ def test_a_host_that_keeps_parity_waits_for_durable_storage_where_there_is_any(m
     assert desk.run("persist", "train").exit_code == 0
     world.run(5.0)  # the storage is looked at
     assert line(desk, "h1 ").endswith("draining: can go")
+
+
+def test_ranks_of_one_set_on_one_host_are_no_risk_that_repair_mends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch on four hosts of a set of five: status says that one loss is too many, on which host, and until when."""
+    world, ranks = trained(5, parity=4)
+    world.run(2.0)
+    world.kill_host("h4")
+    ranks = world.launch(5)
+    world.get(ranks)
+    world.run(30.0)
+    desk = desk_of(monkeypatch, world, ranks)
+    assert "parity 4+1, 1 of 2 ! the processes only" in line(desk, "train ")
+    shown = line(desk, "! train: step 1 has 1 of 2 copies")
+    assert "not rebuilt: h0: it alone has the shard of rank 0, which is in the same parity" in shown
+    assert shown.endswith("Remedy: the next commit: its parity sets are of hosts that are there")
+    assert world.put_all(ranks, 2)
+    desk = desk_of(monkeypatch, world, ranks)
+    assert "copies, parity 3+1 any 1 host" in line(desk, "train ")
+    assert "copies" not in desk.run("status").stdout.partition("! train")[2]
