@@ -30,7 +30,7 @@ from memstore.cli.output import (
     words_console,
 )
 from memstore.config import Config
-from memstore.core.report.problems import drain_text
+from memstore.core.report.problems import drain_remedies, drain_text
 from memstore.core.wire.calls import DrainHost
 from memstore.core.wire.replies import Status, host_fields
 from memstore.core.wire.status_rows import HostRow
@@ -325,9 +325,9 @@ def drain(ctx: click.Context, where: Where, host: str, within_s: float, cancel: 
     elif cancel:
         say(f"host {host} stays")
     elif row.drain_may_come:
-        say(f"host {host} must not go yet, after {within_s:g} s: {remains}")
+        say("; ".join([f"host {host} must not go yet, after {within_s:g} s: {remains}", *drain_remedies(row)]))
     elif row.drain_short:
-        say(f"host {host} must not go: {remains}; add a host, or give the job durable=")
+        say("; ".join([f"host {host} must not go: {remains}", *drain_remedies(row)]))
     else:
         say(f"host {host} can go: {remains}")
     ctx.exit(ExitCode.DEGRADED if row.drain_short else ExitCode.FINE)

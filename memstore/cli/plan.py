@@ -173,6 +173,8 @@ def _show(plan: Plan) -> None:
         console.print(f"  {plan.unlisted}: a get() lists them first, and may find a newer step there")
     if plan.step is not None:
         sizes = " · ".join(f"{size_text(nbytes)} {tier}" for tier, nbytes in fields_of(plan.bytes).items())
+        fed = sum(sent.nbytes for sent in plan.transfers if sent.tier == "decoding")
+        sizes += f" · {size_text(fed)} of it to hosts that decode" if fed else ""
         console.print(f"  {sizes} · {moved_text(plan)}")
     for host, starting in plan.starts_on.items() if plan.step is not None else ():
         who = f"{ranks_text(starting)} of the lost hosts {'is' if len(starting) == 1 else 'are'}"
@@ -183,8 +185,8 @@ def _show(plan: Plan) -> None:
     for span in plan.gone[:SPANS_MAX]:
         console.print(f"  not used: {run_text(span)}")
     routes: dict[tuple[str, str | None, str], tuple[int, set[int]]] = {}
-    for sent in plan.transfers:
-        route = sent.tier, sent.source, sent.target_host
+    for sent in (each for each in plan.transfers if each.source != each.target_host):
+        route = "durable" if sent.tier == "durable" else "", sent.source, sent.target_host
         total, ranks = routes.get(route, (0, set()))
         routes[route] = (total + sent.nbytes, ranks | {sent.rank})
     if routes:

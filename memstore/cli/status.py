@@ -159,7 +159,6 @@ def job_table(jobs: list[JobRow], launches: list[LaunchRow]) -> Table:
             table.add_row(job.job, "-", ranks or "-", *["-"] * 6)
             continue
         is_open, step = newest.phase != "closed", newest.committed_step
-        is_short = step is not None and newest.copies < newest.replicas
         table.add_row(
             job.job,
             str(job.attempt),
@@ -167,7 +166,7 @@ def job_table(jobs: list[JobRow], launches: list[LaunchRow]) -> Table:
             count_text(newest.training_step) if newest.training_step >= 0 else "-",
             "nothing yet" if step is None else f"{step:,} ({age_text(newest.committed_s)} ago)",
             at_risk(newest) if is_open else "-",
-            "-" if step is None else f"{newest.copies} of {newest.replicas}{' !' if is_short else ''}",
+            "-" if step is None else copies_text(newest),
             "-" if step is None else survives_text(newest.survives),
             durable_text(newest),
         )
@@ -211,6 +210,15 @@ def at_risk(newest: AttemptStatus) -> str:
         return "everything so far"
     steps = max(0, newest.training_step - newest.committed_step)
     return f"{plural(steps, 'step')} / {age_text(newest.committed_s)}"
+
+
+def copies_text(newest: AttemptStatus) -> str:
+    """Return "2 of 2", "parity 4+1" by the sets that there are, or "parity 4+1, 1 of 2 !" where something lacks."""
+    spare, is_short = newest.replicas - 1, newest.copies < newest.replicas
+    found = [f"parity {size - spare}+{spare}" if size else "copies" for size in newest.set_sizes]
+    if is_short or not found:
+        found.append(f"{newest.copies} of {newest.replicas}{' !' if is_short else ''}")
+    return ", ".join(found)
 
 
 def survives_text(rows: list[SurvivalRow]) -> str:
@@ -261,8 +269,10 @@ def host_table(hosts: list[HostRow], failure_domains: list[str]) -> Table:
 
 
 def holds_text(host: HostRow) -> str:
-    """Return whose newest committed shards lie there: "own + h02"."""
-    return " + ".join("own" if owner == host.host else owner for owner in host.holds) or "-"
+    """Return whose newest committed shards lie there, or in parity: "own + h02", "own + parity of 4 hosts"."""
+    found = ["own" if owner == host.host else owner for owner in host.holds]
+    found += [f"parity of {plural(len(host.keeps_parity_of), 'host')}"] if host.keeps_parity_of else []
+    return " + ".join(found) or "-"
 
 
 def state_text(host: HostRow) -> str:
@@ -271,7 +281,8 @@ def state_text(host: HostRow) -> str:
         return f"{host.status} {age_text(host.status_s)}: {host.why} !"
     if host.drains_s is not None:
         if host.drain_may_come:
-            return f"draining: {plural(host.drain_left, 'shard')} to copy"
+            what = "make durable" if any(row.in_parity for row in host.drain_short) else "copy"
+            return f"draining: {plural(host.drain_left, 'shard')} to {what}"
         return (
             f"draining: {drain_text(host.drain_short, host.drain_durable)} !" if host.drain_left else "draining: can go"
         )

@@ -201,6 +201,19 @@ class Retention:
             elif is_beyond:
                 spare -= 1
 
+    def free_unfinished(self, job: Job, attempt: Attempt, hosts: Collection[str]) -> None:
+        """Drop, on hosts to which a restore brings chunks, what older attempts have put and not committed (R10).
+
+        No rank will finish it, and it lies in the version that is empty otherwise.
+        """
+        spared = self.state.holds.steps(job) | job.commits.keys()
+        for step in sorted({*job.copies, *job.parity} - spared):
+            for host, shards in job.shards_on(step).items():
+                if step.attempt < attempt.attempt_number and host in hosts:
+                    self.drops.order(host, shards)
+                    for shard in shards:
+                        job.drop_copy(shard, host)
+
     def _drop_step(self, job: Job, step: StepId) -> None:
         """Free every copy of a step in RAM."""
         for host, shards in sorted(job.shards_on(step).items()):
@@ -444,6 +457,7 @@ class Reservations:
                 versions=keep,
                 number=TermNumber(self.term, self.orders_count),
                 is_claim=not is_growth,
+                may_lease=bool(attempt.needs) or attempt.has_put or attempt.is_released,
             )
             if is_news_only and sent_orders.is_known(host, order):
                 hosts.discard(host)

@@ -392,6 +392,11 @@ class ReplicaIndex:
             return len(replica.slots)
         return sum(replica.slots[i] not in self.users for i in replica.part)
 
+    def may_lease(self, job: str, attempt: int) -> bool:
+        """Return whether an attempt's ranks may put by now: until then a restore has the version in flight (R10)."""
+        known = (self.shares.get(job), self.prepared.get(job))
+        return any(share is not None and share.attempt == attempt and share.may_lease for share in known)
+
     def leasable(self, job: str, rank: int, owner: Owner) -> int:
         """Free slots a rank may still lease: its share less what its shards and leases use.
 

@@ -126,7 +126,7 @@ class ReplicaStore(Generic[M_co, F_co]):
     def lease(self, owner: Owner, job: str, rank: int, attempt: int) -> list[int]:
         """Lease the slots that the rank's share still allows beside its own (R10)."""
         with self.lock:
-            count = self.index.leasable(job, rank, owner)
+            count = self.index.leasable(job, rank, owner) if self.index.may_lease(job, attempt) else 0
             numbers = self.table.lease(owner, count, attempt=attempt)
             self.index.lessees = {o: place for o, place in self.index.lessees.items() if self.table.held_count(o)}
             self.index.lessees[owner] = (job, rank)

@@ -269,6 +269,7 @@ class PeerShare:
     peer_slots: int
     world_size: int = 0  # shards of another world size count for no rank's part; 0: all count
     versions: int = 1  # how many versions the slots are for
+    may_lease: bool = True  # the attempt's ranks may put by now
 
     @property
     def total(self) -> int:
@@ -282,4 +283,5 @@ class PeerShare:
 
 def share_of(order: Reserve) -> PeerShare:
     """Return the room that an order names."""
-    return PeerShare(order.attempt, dict(order.ranks), order.peer_slots, order.world_size, order.versions)
+    ranks = dict(order.ranks)
+    return PeerShare(order.attempt, ranks, order.peer_slots, order.world_size, order.versions, order.may_lease)

@@ -565,6 +565,14 @@ class Job:
         lacking = sum(all(among is not None and host not in among for host in each) for each in hosts)
         return max(0, ranks.spare - lacking) if ranks is not None else 0
 
+    def in_parity(self, step: StepId) -> dict[int, set[str]]:
+        """Return, by rank, the hosts in whose parity of a step its shard is, also where rows are lost."""
+        found: dict[int, set[str]] = {}
+        for host, copy in (item for hosts in self.parity.get(step, {}).values() for item in hosts.items()):
+            for summand in copy.spec.summands:
+                found.setdefault(summand.rank, set()).add(host)
+        return found
+
     def shards_on(self, step: StepId) -> dict[str, list[ShardId]]:
         """Return, by host, the copies and the parity of a step."""
         found: dict[str, list[ShardId]] = {}

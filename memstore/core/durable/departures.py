@@ -116,7 +116,7 @@ class Departures:
             if few and step in job.markers and self.is_there.get((job.name, step)):
                 found.durable.append(DurableStep(job=job.name, step=step.step, copies=min(few)))
             elif few:
-                is_durable_on = attempt.config.get("durable") is not None
+                is_durable_on, is_in_parity = attempt.config.get("durable") is not None, bool(in_parity)
                 found.short.append(
                     ShortStep(
                         job=job.name,
@@ -124,8 +124,9 @@ class Departures:
                         shards=len(few),
                         copies=min(few),
                         replicas=attempt.replicas,
-                        may_come=min(few) < reachable or is_durable_on,
+                        may_come=is_durable_on or (min(few) < reachable and not is_in_parity),
                         durable_problem=self.persists.problem(job, step) if is_durable_on else "",
+                        in_parity=is_in_parity,
                     )
                 )
 

@@ -78,6 +78,7 @@ async def grow(io: HolderIo, state: HolderState, order: Reserve) -> None:
     await io.begin_connect(order.job)
     with contextlib.suppress(CapacityError):
         await io.on_store(partial(state.store.room.prepare, order.job, share_of(order)))
+    await ranks.grant_job(io, state, order.job)
 
 
 async def keep_shares(io: HolderIo, state: HolderState, jobs: Collection[str]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterable
 from itertools import combinations
 
 from memstore.core.cluster.effects import Effects
@@ -17,7 +18,11 @@ from memstore.core.wire.calls import AskPlan
 from memstore.core.wire.replies import Plan
 from memstore.core.wire.status_rows import BytesByTier, OddsRow, RejectedStep, TransferRow
 from recovery.inventory import StepId
+from recovery.parity import set_of, summand_spec
 from recovery.planner import RecoveryPlan, relaunch, what_if
+from recovery.transfers import Transfer
+
+DECODING = "decoding"  # the tier of what a host that decodes fetches: it goes to no rank
 
 
 class DryRuns:
@@ -43,6 +48,9 @@ class DryRuns:
             result = self._what_if(job, attempt, lost, result.world_size)
         committed = max((s.step for s in job.commits), default=None)
         there = self._survivors(lost)
+        brought = [t for t in result.transfers if t.tier != "local"]
+        fed = _fed(job, result.step, brought, there) if result.step is not None else []
+        stays = sum(t.nbytes for t in brought if t.source == t.target_host)
         trained = max((attempt.trained_step, *(s.step for s in job.commits)))
         self.out.answer(
             call,
@@ -60,11 +68,14 @@ class DryRuns:
                 step_world_size=result.world_size,
                 moved_bytes=result.moved_bytes,
                 starts_on=self._starts_on(attempt, lost),
-                bytes=BytesByTier(local=result.bytes_local, peer=result.bytes_peer, durable=result.bytes_durable),
+                bytes=BytesByTier(
+                    local=result.bytes_local,
+                    peer=result.bytes_peer - stays + sum(row.nbytes for row in fed),
+                    durable=result.bytes_durable,
+                ),
                 transfers=[
-                    TransferRow(t.rank, t.tier, t.source, _said(t.target_host, there), t.nbytes)
-                    for t in result.transfers
-                    if t.tier != "local"
+                    *(TransferRow(t.rank, t.tier, t.source, _said(t.target_host, there), t.nbytes) for t in brought),
+                    *fed,
                 ][:1000],
                 rejected=[RejectedStep(r.step.attempt, r.step.step, r.reason) for r in result.rejected[:20]],
                 gone=gone_rows(job, result.gone),
@@ -121,6 +132,30 @@ class DryRuns:
         own = [h for h, c in copies.items() if h in hosts and not c.missing]
         parity = [host for host in job.parity_members(step, rank)[1:] if host in hosts]
         return [[*own, *hosts] for hosts in combinations(parity, job.parity_copies(step, rank))]
+
+
+def _fed(job: Job, step: StepId, brought: Iterable[Transfer], there: Collection[str]) -> list[TransferRow]:
+    """Return what hosts that decode a rank's chunks fetch for that: the other chunks in the same rows."""
+    found: Counter[tuple[int, str, str]] = Counter()
+    for transfer in (each for each in brought if each.tier == "parity"):
+        host, rank = transfer.source or "", transfer.rank
+        kept = [hosts[host] for hosts in job.parity.get(step, {}).values() if host in hosts]
+        parity = next(copy for copy in kept if any(each.rank == rank for each in copy.spec.summands))
+        ranks, owner = set_of(parity.shard, parity.spec), parity.shard.rank
+        chunks = [transfer.first_chunk + n * transfer.stride for n in range(transfer.chunks_count)]
+        rows = [row for chunk in chunks if (row := ranks.row_of(owner, rank, chunk)) is not None]
+        for other in (each for each in parity.spec.summands if each.rank != rank):
+            copies = {h: c for h, c in job.copies[step].get(other.rank, {}).items() if h in there}
+            spec = summand_spec(parity.spec, other)
+            added = [ranks.chunk_in(owner, other.rank, row) for row in rows]
+            sizes = [spec.chunk_nbytes(chunk) for chunk in added if chunk is not None and chunk < spec.chunks_count]
+            # As the order to decode says: the one that lacks fewest chunks. In place of a lost one come second rows.
+            second = job.parity.get(step, {}).get(ranks.next(owner), {}) if ranks.spare > 1 else {}
+            found_at = copies or {h: c for h, c in second.items() if h in there}
+            source = min(found_at, key=lambda h: (len(found_at[h].missing), h), default=host)
+            if source != host:
+                found[rank, source, host] += sum(sizes)
+    return [TransferRow(rank, DECODING, source, host, n) for (rank, source, host), n in sorted(found.items())]
 
 
 def _said(host: str, there: set[str]) -> str:

@@ -112,8 +112,8 @@ def _host_problems(host: HostRow, jobs: list[JobRow]) -> Iterator[ProblemRow]:
         when = f"is to go in {due_s:.0f} s" if due_s > 0 else f"was to be gone {-due_s:.0f} s ago"
         cause = f"{when}: {drain_text(host.drain_short, host.drain_durable)}"
         remedy = f"`memstore drain {name} --cancel` if it stays"
-        if host.drain_short and not host.drain_may_come:
-            remedy = f"add a host, or durable=, before it goes; {remedy}"
+        if host.drain_short:
+            remedy = "; ".join([*drain_remedies(host), remedy])
         yield _row("host_drains", DEGRADED if host.drain_short else NOTE, name, cause, None, remedy)
     if host.stats is not None:
         yield from _stats_problems(name, host.stats, host.up_s)
@@ -214,6 +214,17 @@ def _descriptor_problems(name: str, stats: HostStats) -> Iterator[ProblemRow]:
     )
 
 
+def drain_remedies(host: HostRow) -> list[str]:
+    """Return what lets a leaving host go that does not come about by itself."""
+    remedies = [] if host.drain_may_come else ["add a host, or durable=, before it goes"]
+    if jobs := sorted({row.job for row in host.drain_short if row.in_parity}):
+        remedies = [f"start {_few(jobs)} again on other hosts: {host.host} can go after the next commit"]
+        remedies += [
+            f"or `memstore persist {job}`, if no rank puts any more" for job in jobs[:1] if host.drain_may_come
+        ]
+    return remedies
+
+
 def drain_text(short: Sequence[ShortStep], durable: Sequence[DurableStep]) -> str:
     """Return what would be lost with a leaving host, as "train step 9: 1 of 2 copies elsewhere", or that it can go."""
     if short:
@@ -224,6 +235,8 @@ def drain_text(short: Sequence[ShortStep], durable: Sequence[DurableStep]) -> st
 
 def _short_text(row: ShortStep) -> str:
     text = f"{row.job} step {row.step}: {row.copies} of {row.replicas} copies elsewhere"
+    if row.in_parity:
+        text += f", since it keeps parity of {plural(row.shards, 'shard')}, which has no other place"
     return f"{text}, not durable yet: {row.durable_problem}" if row.durable_problem else text
 
 
@@ -311,6 +324,8 @@ def _copies_remedy(newest: AttemptStatus, hosts: list[HostRow]) -> str:
         return f"it recovers when hosts in another {newest.level_asked} are back"
     if newest.refusals:
         return "make room where it was refused (`memstore rm`, a larger arena_bytes); repair tries again by itself"
+    if newest.set_sizes and newest.short and not any(row.targets for row in newest.short):
+        return "the next commit: its parity sets are of hosts that are there"
     return "none needed: repair begins by itself"
 
 

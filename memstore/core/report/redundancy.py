@@ -238,13 +238,13 @@ def survival_odds(takers: Iterable[Iterable[str]], hosts: Collection[str], lost_
 
 
 def held_for(
-    rank_hosts: Mapping[int, str], ranks: Mapping[int, Mapping[str, object]], hosts: Iterable[str]
+    rank_hosts: Mapping[int, str], ranks: Mapping[int, Collection[str]], hosts: Iterable[str]
 ) -> dict[str, list[str]]:
     """Return, per host, the hosts of the ranks whose shards it holds: itself first if it holds its own.
 
     Args:
         rank_hosts: Host of every rank.
-        ranks: rank -> host -> copy, of one step.
+        ranks: rank -> hosts with its shard of one step.
         hosts: The hosts to answer for.
     """
     table: dict[str, set[str]] = {host: set() for host in hosts}
@@ -252,7 +252,12 @@ def held_for(
         for host in copies:
             if host in table and rank in rank_hosts:
                 table[host].add(rank_hosts[rank])
-    return {host: sorted(owners, key=lambda owner: (owner != host, owner)) for host, owners in table.items()}
+    return {host: own_first(host, owners) for host, owners in table.items()}
+
+
+def own_first(host: str, owners: Iterable[str]) -> list[str]:
+    """Return hosts in order, but for one that comes first."""
+    return sorted(owners, key=lambda owner: (owner != host, owner))
 
 
 def _domains_by_chunk(copies: list[Copy], level: str, topology: Topology) -> Iterable[set[str]]:

@@ -17,7 +17,7 @@ from memstore.core.durable.departures import Departures
 from memstore.core.durable.states import DurableStates
 from memstore.core.repair import RepairPushes
 from memstore.core.report.problems import problems
-from memstore.core.report.redundancy import RedundancyMonitor, held_for, survival
+from memstore.core.report.redundancy import RedundancyMonitor, held_for, own_first, survival
 from memstore.core.report.timeline import fewest_copies, steps_of
 from memstore.core.targets.drain import Drains
 from memstore.core.targets.targets import ClusterView
@@ -129,6 +129,7 @@ class Shards:
     short: dict[int, int]
     survives: list[SurvivalRow]
     holds: dict[str, list[str]]
+    parity: dict[str, list[str]]
 
 
 class StatusReport:
@@ -159,8 +160,11 @@ class StatusReport:
         """Return the answer to `memstore status`."""
         now, state = self.state.now, self.state
         self._shards = {name: shards for name, shards in self._shards.items() if name in state.jobs}
-        holds, pushes = self._holds(), self._repairs()
-        hosts = [self._host(host, holds.get(host, []), pushes[host]) for host in sorted(state.hosts.states)]
+        (holds, parity), pushes = self._holds(), self._repairs()
+        hosts = [
+            self._host(host, holds.get(host, []), parity.get(host, []), pushes[host])
+            for host in sorted(state.hosts.states)
+        ]
         waiting = launches(state, self.attempts)
         jobs = [self._job(job) for _, job in sorted(state.jobs.items())]
         return Status(
@@ -174,16 +178,16 @@ class StatusReport:
             problems=problems(hosts, waiting, jobs),
         )
 
-    def _host(self, host: str, holds: list[str], pushes: int) -> HostRow:
+    def _host(self, host: str, holds: list[str], parity: list[str], pushes: int) -> HostRow:
         now, state, remains = self.state.now, self.state.hosts.states[host], self.departures.remains(host)
         info = state.info
         return HostRow(
             host=host, labels=dict(info.labels), address=", ".join(map(str, info.endpoints)), status=state.status,
             why=state.why, status_s=now - state.since_s, silent_s=now - state.last_beat_s, stats=state.stats,
-            machine=info.machine, is_explicit=info.is_explicit, holds=holds, drains_s=self.drains.due_s(host),
-            drain_left=remains.shards_count, drain_may_come=remains.may_come, drain_short=remains.short,
-            drain_durable=remains.durable, is_on_probation=self.state.hosts.is_on_probation(now, host),
-            up_s=now - state.began_s, pushes=pushes,
+            machine=info.machine, is_explicit=info.is_explicit, holds=holds, keeps_parity_of=parity,
+            drains_s=self.drains.due_s(host), drain_left=remains.shards_count, drain_may_come=remains.may_come,
+            drain_short=remains.short, drain_durable=remains.durable,
+            is_on_probation=self.state.hosts.is_on_probation(now, host), up_s=now - state.began_s, pushes=pushes,
         )  # fmt: skip
 
     def _repairs(self) -> Counter[str]:
@@ -196,15 +200,21 @@ class StatusReport:
             if StepId(shard.attempt, shard.step) in commits.get(shard.job, ())
         )
 
-    def _holds(self) -> dict[str, list[str]]:
-        """Return by host the hosts whose ranks' newest committed shards lie there, over all jobs; itself first."""
-        table: dict[str, dict[str, None]] = {}
+    def _holds(self) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+        """Return by host the hosts whose ranks' newest committed shards lie there, over all jobs; itself first.
+
+        And those whose ranks' shards are in parity there.
+        """
+        tables: list[dict[str, set[str]]] = [{}, {}]
         for job in self.state.jobs.values():
             newest, attempt = job.newest_committed, job.newest
             if newest is not None and attempt is not None:
-                for host, owners in self._looked(job, attempt, newest).holds.items():
-                    table.setdefault(host, {}).update(dict.fromkeys(owners))
-        return {host: sorted(owners, key=lambda owner: (owner != host, owner)) for host, owners in table.items()}
+                looked = self._looked(job, attempt, newest)
+                for table, held in zip(tables, (looked.holds, looked.parity), strict=True):
+                    for host, owners in held.items():
+                        table.setdefault(host, set()).update(owners)
+        holds, parity = ({host: own_first(host, owners) for host, owners in table.items()} for table in tables)
+        return holds, parity
 
     def _looked(self, job: Job, attempt: Attempt, step: StepId) -> Shards:
         rank_hosts = {rank: member.host_id for rank, member in attempt.members.items()}
@@ -224,6 +234,7 @@ class StatusReport:
                 self.watch.short_shards(job),
                 self._survives(job, step),
                 held_for(rank_hosts, job.copies.get(step, {}), self.state.hosts.states),
+                held_for(rank_hosts, job.in_parity(step), self.state.hosts.states),
             )
         return known
 
@@ -255,7 +266,8 @@ class StatusReport:
         newest, on_storage, recovery = job.newest_committed, job.newest_durable, attempt.recovery
         placement, durable = self.view.placement(job), self.states.of(job.name)
         seen_s = durable.seen_s.get(on_storage) if on_storage is not None else None
-        looked = self._looked(job, attempt, newest) if newest is not None else Shards((), 0, {}, [], {})
+        looked = self._looked(job, attempt, newest) if newest is not None else Shards((), 0, {}, [], {}, {})
+        sets = job.parity_sets(newest) if newest is not None else {}
         return AttemptStatus(
             phase=attempt.phase,
             ended_by=attempt.ended_by,
@@ -284,6 +296,7 @@ class StatusReport:
             short_s=self.watch.short_for_s(job.name),
             replicas=attempt.replicas,
             parity=attempt.parity,
+            set_sizes=sorted({len(sets[r].ranks) if r in sets else 0 for r in attempt.members}) if sets else [],
             keep_steps=int(attempt.config["keep_steps"]),
             in_flight=attempt.in_flight,
             in_flight_lack=attempt.in_flight_lack,

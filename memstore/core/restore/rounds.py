@@ -404,6 +404,9 @@ class Rounds:
         active.reads.clear()
         active.staged.clear()
         active.is_decided = not active.is_adopting
+        if active.is_adopting:
+            brought = {t.target_host for t in result.transfers if t.tier in ("parity", "durable")}
+            self.room.retention.free_unfinished(job, job.attempts[active.attempt], brought)
         runs: dict[int, list[Run]] = {}
         for t in result.transfers:
             runs.setdefault(t.rank, []).append(run_of(t))

@@ -124,6 +124,8 @@ class Reserve(Message, frozen=True, tag="reserve"):
     number: TermNumber
     is_claim: bool = True
     """False: claim and report nothing, but have memory and connections ready for such room."""
+    may_lease: bool = True
+    """False: the ranks are to be leased none of it yet, for a restore may take the place of their puts (R10)."""
 
 
 # -- copies -------------------------------------------------------------------------------------------

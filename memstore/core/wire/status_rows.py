@@ -120,6 +120,8 @@ class ShortStep(Part, frozen=True):
     replicas: Unsigned
     may_come: bool
     durable_problem: str
+    in_parity: bool
+    """They are short of the parity that the host keeps of them, for which there is no other place."""
 
 
 class DurableStep(Part, frozen=True):
@@ -144,6 +146,8 @@ class HostRow(Part, frozen=True):
     machine: str
     is_explicit: bool
     holds: list[str]
+    keeps_parity_of: list[str]
+    """The hosts whose ranks' newest committed shards are in rows of parity there."""
     drains_s: float | None
     drain_left: Unsigned
     drain_may_come: bool
@@ -294,6 +298,8 @@ class AttemptStatus(Part, frozen=True):
     short_s: float | None
     replicas: Unsigned
     parity: Unsigned
+    set_sizes: list[Unsigned]
+    """Of the newest committed step's parity sets, each once, ascending; 0: some ranks have copies."""
     keep_steps: Unsigned
     in_flight: Unsigned
     in_flight_lack: str
@@ -374,7 +380,7 @@ class EventRow(Part, frozen=True):
 
 
 class TransferRow(Row, frozen=True):
-    """Bytes of a rank's shard that a get() would bring from somewhere."""
+    """Bytes that a get() would bring from somewhere, of a rank's shard or to the host that decodes it."""
 
     rank: Unsigned
     tier: str

@@ -741,7 +741,7 @@ def test_a_notice_can_be_taken_back_and_strangers_and_no_time_are_refused(tmp_pa
 
 def test_the_state_of_a_host_says_what_is_left_to_copy_before_it_can_go() -> None:
     """A dead host is dead, notice or not; a live one that is to go is not "ok"."""
-    short = ShortStep(job="train", step=9, shards=3, copies=1, replicas=2, may_come=True, durable_problem="")
+    short = replace(blank(ShortStep), job="train", step=9, shards=3, copies=1, replicas=2, may_come=True)
     host = replace(
         blank(HostRow),
         status="live",

@@ -161,6 +161,20 @@ def test_what_a_restored_job_will_put_into_stays_until_it_claims_it_or_goes(fold
     replicas.close()
 
 
+def test_a_rank_leases_nothing_before_its_attempt_may_put(folder: Path) -> None:
+    """A share of an older attempt, or of its own from before its get is over, leaves the free slots to the get."""
+    replicas = open_replica_store(folder)
+    replicas.claim("a", share(4))
+    assert not replicas.lease(ME, "a", 0, 2)
+    replicas.claim("a", PeerShare(2, {0: 4}, 0, may_lease=False))
+    assert not replicas.lease(ME, "a", 0, 2)
+    replicas.room.prepare("a", PeerShare(2, {0: 6}, 0))
+    assert len(replicas.lease(ME, "a", 0, 2)) == 4, "no more than the share that is claimed"
+    replicas.claim("a", PeerShare(2, {0: 6}, 0))
+    assert len(replicas.lease(ME, "a", 0, 2)) == 2
+    replicas.close()
+
+
 def test_a_restored_job_has_memory_ready_for_a_version_less_where_all_is_too_much(folder: Path) -> None:
     """Of three versions, two of them in flight, the limit allows two: the first put claims these, and finds them."""
     replicas = open_replica_store(folder, 17 * CHUNK)

@@ -51,7 +51,7 @@ from memstore.core.wire.frame import Kind
 from memstore.core.wire.rank_messages import Bye, SlotsLeased, decode_rank_message
 from memstore.core.wire.replies import ShardReady
 from memstore.core.wire.reports import HolderMessage, ProcessGone
-from memstore.errors import CapacityError, DigestMismatch, FencedError, PeerUnreachable, RecoveryError
+from memstore.errors import DigestMismatch, FencedError, PeerUnreachable, RecoveryError
 from memstore.shell.arena.mapping import ArenaMapping
 from memstore.shell.codec.interpreter import copying
 from memstore.shell.holder.context import RankConnection
@@ -357,7 +357,7 @@ def test_of_two_reads_of_one_shard_one_fetches(
         next(fetches)
         assert has_second.wait(WAIT_S)
         if is_lost and site.holders["a"].state.reads.fetching:
-            raise CapacityError("no room")
+            raise FencedError("its attempt is over")
         return fetch_into(peer, *args)
 
     async def await_first(io: HolderIo, read: Fetching) -> bool:

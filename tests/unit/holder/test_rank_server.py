@@ -320,7 +320,7 @@ def test_a_rank_whose_process_cannot_be_seen_is_refused() -> None:
 
 def test_the_refusal_reaches_the_rank(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank from another pid namespace gets the ConfigError itself and no lease; a tool connects (R8)."""
-    site.holder.replicas.claim("job", PeerShare(1, {0: 2}, 0))
+    site.holder.replicas.claim("job", PeerShare(0, {0: 2}, 0))
     monkeypatch.setattr(rank_server, "process_start_time", lambda pid: None)
     with pytest.raises(ConfigError, match="pid namespace"):
         HolderLink(site.holder.folder, nonce="n", job="job", rank=0)
@@ -333,7 +333,7 @@ def test_the_refusal_reaches_the_rank(site: Site, monkeypatch: pytest.MonkeyPatc
 
 def test_leases_end_with_the_process_and_not_before(site: Site) -> None:
     """A rank whose link ended keeps leases and calls; once it is proved dead both go, and it is said (R8, R20)."""
-    site.holder.replicas.claim("job", PeerShare(1, {0: 2}, 0))
+    site.holder.replicas.claim("job", PeerShare(0, {0: 2}, 0))
     command = [sys.executable, "-c", RANK, str(site.holder.folder)]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as rank:
         try:
@@ -373,7 +373,7 @@ def test_leases_found_on_adoption_are_the_owners_while_it_lives(site: Site) -> N
 
 def test_a_rank_that_connects_again_keeps_its_leases(site: Site) -> None:
     """Neither its broken link nor a reap at any moment costs a living rank a slot it fills (R8)."""
-    site.holder.replicas.claim("job", PeerShare(1, {0: 3}, 0))
+    site.holder.replicas.claim("job", PeerShare(0, {0: 3}, 0))
     link = HolderLink(site.holder.folder, nonce="n", job="job", rank=0)
     try:
         taken = Tenant()
@@ -434,7 +434,7 @@ def test_a_rank_maps_an_arena_whose_limit_was_raised_again(site: Site) -> None:
     """Slots beyond the mapping are granted and viewed after a holder with more room; older views stay good (R9)."""
     site.holder.close()
     shutil.rmtree(site.holder.folder)
-    site.begin(4).replicas.claim("job", PeerShare(1, {0: 2}, 0))
+    site.begin(4).replicas.claim("job", PeerShare(0, {0: 2}, 0))
     link = HolderLink(site.holder.folder, nonce="n", job="job", rank=0)
     try:
         taken = Tenant()
@@ -444,7 +444,7 @@ def test_a_rank_maps_an_arena_whose_limit_was_raised_again(site: Site) -> None:
         site.holder.close()
         replicas = site.begin(64).replicas
         wait_for(lambda: link.channel is not channel, "the next holder")
-        replicas.claim("job", PeerShare(1, {0: 8}, 8))
+        replicas.claim("job", PeerShare(0, {0: 8}, 8))
         site.holder.io.run(ranks.grant_job, site.holder.state, "job")
         more = Tenant()
         assert link.leases.take(more, 6, WAIT_S)

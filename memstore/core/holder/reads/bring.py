@@ -89,13 +89,11 @@ async def _bring(io: HolderIo, state: HolderState, order: Bring) -> fetch.Chunks
     """Return {}, or source -> chunks that it says it lacks."""
     if not comes_here(state, order):
         return await _make_ready(io, state, order)
-    if order.chunks is None and (lost := await _store_once(io, state, order)):
-        return lost
     if order.use == "store":
-        return {}
+        return await _store_once(io, state, order)
     with contextlib.suppress(CapacityError):
-        return await _make_ready(io, state, order, is_fetched=True)
-    # Other readers have the room: this read has given its chunks back, and waits; only one does so at a time.
+        return await _bring_here(io, state, order)
+    # Others have the room, or it is being freed: this read has given its chunks back, and waits; only one at a time.
     reads = state.reads
     await io.wait_for(lambda: not reads.is_tight)
     reads.is_tight = True
@@ -103,12 +101,19 @@ async def _bring(io: HolderIo, state: HolderState, order: Bring) -> fetch.Chunks
         until_s = fetch.deadline_s(state)
         while True:
             try:
-                return await _make_ready(io, state, order, is_fetched=True)
+                return await _bring_here(io, state, order)
             except CapacityError:
                 if not await fetch.may_wait(io, state, order, until_s):
                     raise
     finally:
         reads.is_tight = False
+
+
+async def _bring_here(io: HolderIo, state: HolderState, order: Bring) -> fetch.Chunks:
+    """Store the whole shard, if that is what is read, and keep what is read for its reader. CapacityError."""
+    if order.chunks is None and (lost := await _store_once(io, state, order)):
+        return lost
+    return await _make_ready(io, state, order, is_fetched=True)
 
 
 async def _make_ready(io: HolderIo, state: HolderState, order: Bring, *, is_fetched: bool = False) -> fetch.Chunks:

@@ -217,6 +217,22 @@ def test_a_preparation_before_a_get_that_the_job_needs_is_refused() -> None:
     assert world.put_all(ranks, 2)
 
 
+def test_the_ranks_of_a_launch_may_be_leased_slots_once_their_get_is_over() -> None:
+    """A host that joins before it reserves room for them: what they will put has room that the get uses (R10)."""
+    world, _ = trained(2)
+    ranks = world.launch(2)
+    world.add_host("h2", {"memstore": "replica"})
+    world.run(5.0)
+
+    def found() -> set[tuple[int, bool]]:
+        return {(holder.rooms[JOB].attempt, holder.rooms[JOB].may_lease) for holder in world.holders.values()}
+
+    assert found() == {(2, False)}
+    world.get(ranks)
+    assert world.put_all(ranks, 2)
+    assert found() == {(2, True)}
+
+
 def test_an_old_step_that_was_held_at_the_first_put_goes_when_a_put_is_skipped() -> None:
     """It fills the version that every put needs, and only a commit would let it go: so no step was ever committed."""
     world, ranks = trained(2, last=1)
