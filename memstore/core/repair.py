@@ -216,12 +216,13 @@ class ParityRepair:
     def is_kept(self, now: float, job: Job, attempt: Attempt, step: StepId, rank: int, ranks: ParitySet) -> bool:
         """Return whether a live host keeps a rank's parity; else have the host of its shard add it up again."""
         hosts, commit, shards = self.state.hosts, job.commits.get(step), job.copies.get(step, {})
-        for host, copy in job.parity.get(step, {}).get(rank, {}).items():
-            is_meant = commit is None or all(each.digest == commit.digests[each.rank] for each in copy.spec.summands)
-            if hosts.is_live(host) and is_meant and not copy.missing:
-                return True
         parity = ShardId(job.name, step.attempt, step.step, rank, is_parity=True)
         target = self.view.owner_host(job, attempt, rank)
+        for host, copy in job.parity.get(step, {}).get(rank, {}).items():
+            is_meant = commit is None or all(each.digest == commit.digests[each.rank] for each in copy.spec.summands)
+            is_here = hosts.is_live(host) and is_meant and not copy.missing
+            if is_here and (host == target or self._is_apart(job, attempt, rank, ranks, host, target)):
+                return True
         if not hosts.is_answering(target) or (parity, target) in self.pushes.refused_s:
             return False
         sources = {
@@ -241,6 +242,15 @@ class ParityRepair:
             if commit is not None or put_s is None or now - put_s >= OPEN_PARITY_S:
                 self._add(now, job, step, other, held, target, ParityOf.of(rank, ranks))
         return False
+
+    def _is_apart(self, job: Job, attempt: Attempt, rank: int, ranks: ParitySet, host: str, own: str) -> bool:
+        """Return whether a host that keeps a rank's parity is as far from the set's other hosts as the rank's own.
+
+        A host that stood in for one that was to go may share a rack with another one of the set.
+        """
+        domains = self.state.hosts.live_domains(attempt.level_asked)
+        near = {domains.get(self.view.owner_host(job, attempt, other)) for other in ranks.others(rank)}
+        return domains.get(host) not in near or domains.get(own) in near
 
     def is_spare(
         self, job: Job, attempt: Attempt, step: StepId, rank: int, ranks: ParitySet, wanted: list[str]
