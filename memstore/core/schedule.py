@@ -24,15 +24,15 @@ from recovery.inventory import StepId
 
 
 UNMEASURED_S = 1800.0  # between durable steps under "auto" until a write has finished
+LATE_TIMES = 2.0  # of what a write may be expected to take: no two take the same
 _PATIENCE_DOUBLINGS = 16  # 65536 intervals: longer than any write; keeps the arithmetic finite
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do now. `abandon` is set only beside `start`: it makes way and is counted (R31)."""
+    """Which step is due to be written now, if any."""
 
     start: StepId | None
-    abandon: StepId | None
     why: str
 
 
@@ -79,7 +79,7 @@ def next_durable(
     last_started_step: StepId | None = None,
     abandoned_in_a_row: int = 0,
 ) -> Decision:
-    """Decide whether a durable write starts now, and which unfinished one makes way for it.
+    """Decide whether a durable write is due now; whether it may begin is said below.
 
     The first committed step of an attempt goes at once, then the newest one each time `every` has passed.
     Each write abandoned in a row doubles the distance until one finishes: without that, storage slower than
@@ -90,24 +90,22 @@ def next_durable(
         last_started_s: Start of the last write, finished or not; None if not known.
         last_durable_step: Newest step of the lineage that has a marker.
         committed: Committed steps of the lineage that are still held; any order.
-        in_progress: Step of the write that has not finished.
+        in_progress: Newest step of the writes that have not finished.
         last_started_step: Step of the last write, so that one which failed is not started again and again.
         abandoned_in_a_row: Writes abandoned since the last one that finished.
     """
     spacing = every if isinstance(every, Every) else parse_every(every)
     if not committed:
-        return Decision(None, None, "no step is committed yet")
+        return Decision(None, "no step is committed yet")
     newest = max(committed)
     known = [step for step in (in_progress, last_durable_step, last_started_step) if step is not None]
     base = max(known, default=None)
     if base is not None and newest <= base:
-        return Decision(None, None, f"nothing newer than step {base.step} of attempt {base.attempt} is committed")
+        return Decision(None, f"nothing newer than step {base.step} of attempt {base.attempt} is committed")
     why = _why_due(now, last_started_s, base, newest, spacing, 1 << min(abandoned_in_a_row, _PATIENCE_DOUBLINGS))
     if why is None:
-        return Decision(None, None, f"step {newest.step} is not due yet")
-    if in_progress is not None:
-        why += f"; step {in_progress.step} of attempt {in_progress.attempt} is unfinished and makes way"
-    return Decision(newest, in_progress, why)
+        return Decision(None, f"step {newest.step} is not due yet")
+    return Decision(newest, why)
 
 
 def _why_due(
@@ -129,6 +127,34 @@ def _why_due(
             # leave it without a durable step until it has caught up.
             return f"step {newest.step} of attempt {newest.attempt} goes back behind step {base.step}"
     return None
+
+
+def is_late(now: float, since_s: float, moved_s: float, write_s: float | None) -> bool:
+    """Return whether an unfinished write makes way for a newer one that is due.
+
+    It has had twice as long as the last one that finished, and stands still for twice as long as it had moved. So a
+    write that gets on ends, however slow storage is: what it has written is not thrown away.
+
+    Args:
+        now: Seconds on the clock of the others.
+        since_s: When it began.
+        moved_s: When a part of it was last reported as written; `since_s` if none was.
+        write_s: Duration of the last write that finished; None if there was none.
+
+    >>> is_late(60.0, 0.0, 0.0, None), is_late(60.0, 0.0, 50.0, None), is_late(60.0, 0.0, 0.0, 40.0)
+    (True, False, False)
+    """
+    has_had_its_time = now - since_s >= LATE_TIMES * (write_s or 0.0)
+    return has_had_its_time and now - moved_s >= LATE_TIMES * (moved_s - since_s)
+
+
+def ends_in_time(now: float, since_s: float, write_s: float | None, until_s: float) -> bool:
+    """Return whether an unfinished write ends before a newer one needs its room, if it takes as long as the last one.
+
+    >>> ends_in_time(60.0, 0.0, 80.0, 90.0), ends_in_time(60.0, 0.0, 80.0, 70.0), ends_in_time(60.0, 0.0, 50.0, 90.0)
+    (True, False, False)
+    """
+    return write_s is not None and now <= since_s + write_s <= until_s
 
 
 def paced(now: float, free_s: float, nbytes: int, bytes_per_s: int | None) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 The controller's machine orders; holders write through the Protocols of `storage_ports.py`, which `shell/durable`
 implements. It knows names and formats, and no file or object store.
 
-    idle --due--> writing slices --all reported--> marking --> done: idle
-                     |--next is due: abandoned
-                     '--no writer left--> idle, with the reason in status
+    none --due--> writing slices --all reported--> marking --> durable; several steps at once, each on its own
+                     |--late, and its room is needed: abandoned
+                     '--no writer left: failed, with the reason in status
 """

@@ -203,12 +203,13 @@ class Persists:
     def problem(self, job: Job, step: StepId) -> str:
         """Return why a step's write waits, or why it failed."""
         state = self.states.of(job.name)
-        active = state.active
-        if active is not None and active.step == step:
-            hosts = set(active.waits.values())
+        write = state.writes.get(step)
+        if write is not None:
+            hosts = set(write.waits.values())
             return f"{_named(hosts)} still write{'s' if len(hosts) == 1 else ''}"
-        if active is not None and self.is_wanted(job, active.step):
-            return f"step {active.step.step} is written first"
+        first = next((other for other in state.writes if self.is_wanted(job, other)), None)
+        if first is not None:
+            return f"step {first.step} is written first"
         seen = state.problem or state.lacks or state.unread
         looking = self.checks.looking(job, step)
         if seen or looking:

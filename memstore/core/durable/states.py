@@ -13,6 +13,7 @@ from recovery.inventory import DurableMarker, ShardSpec, SliceUse, StepId
 
 Piece = tuple[int, int]  # rank, slice
 MARKER: Piece = (-1, 0)
+WRITES_AT_ONCE = 4  # slices of one storage that a host writes: each may be in its memory once more
 
 
 @dataclass(slots=True)
@@ -21,6 +22,7 @@ class Write:
 
     step: StepId
     since_s: float
+    moved_s: float  # when a part of it was last reported as written
     place: DurablePlace
     waits: dict[Piece, str]  # piece that is not written yet -> host that writes it
     specs: dict[int, ShardSpec]
@@ -52,7 +54,7 @@ class Write:
 class DurableState:
     """Durable progress of one job."""
 
-    active: Write | None = None
+    writes: dict[StepId, Write] = field(default_factory=dict)  # under way
     last_started_s: float | None = None
     last_started_step: StepId | None = None
     failed_s: float = math.inf  # when the last write failed; inf if it did not
@@ -76,6 +78,16 @@ class DurableState:
     taken_back: set[StepId] = field(default_factory=set)  # torn steps that a host has removed
     ordered_back_s: dict[StepId, float] = field(default_factory=dict)  # torn steps whose removal was ordered, and when
     removals: dict[StepId, tuple[str, float]] = field(default_factory=dict)  # under way -> its host, and since when
+
+    @property
+    def active(self) -> Write | None:
+        """The write of the newest step under way."""
+        return self.writes[max(self.writes)] if self.writes else None
+
+    @property
+    def bases(self) -> set[StepId]:
+        """Durable steps of which writes under way read."""
+        return {write.base.step for write in self.writes.values() if write.base is not None}
 
 
 class DurableStates:

@@ -1,33 +1,43 @@
 """Who writes which part of which step to durable storage, and when the marker may follow. Pure (R31).
 
-idle --due--> writing (every host its slices) --all slices reported--> marking --> done: idle
-                 |  ^--- next is due: abandoned and counted ---'
-                 |  a slice failed, or its writer died: another holder of the shard writes it
-                 |--no host is left to write it--> idle, with the reason in status; tried again when next due
-                 '--the step was retired--> idle, without a marker; a torn step's marker is taken back
+A job's writes, each of a step of its own:
+
+none --due--> writing (every host its slices) --all slices reported--> marking --> durable
+ | '--due, beside others--> writing --^     |  a slice failed, or its writer died: another holder writes it
+ |    threads are idle, and each of         |--late, and a newer one is due or needs its room--> abandoned and counted
+ |    the others ends in time               |--two are beyond the kept steps--> the newer one is abandoned
+ '--else: waits, and the newest             |--a newer one is durable, and retention would take it--> abandoned
+    step is written then                    |--no host is left to write it--> failed; tried again when next due
+                                            '--its step was retired--> no marker; a torn step's is taken back
+
+A step has room in memory for its write as long as retention keeps it; beyond that there is one version for durable
+writes, which the oldest has. So a write begins beside another only if that one is expected to be done by then. The
+order of ends is free: the newest marker counts, and what writes under way read of older steps is not removed.
 
 The holders of a shard share its slices, so that each writes a part of it, all at once, and every byte is written once.
-All slices are under one key: that of the write before or, without one, of the host that reports first. A host with
-another key fails with its slices, and is named.
+All slices are under one key: that of the writes before and beside it or, without one, of the host that reports first;
+such a write has the storage for itself. A host with another key fails with its slices, and is named.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 from memstore.core.capacity import Retention
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState, mtbf_s
+from memstore.core.cluster.step_lookup import redundant_steps
 from memstore.core.cluster.text import named_hosts
 from memstore.core.commits import StepCommits
 from memstore.core.durable.markers import wire_uses
 from memstore.core.durable.paths import other_key, place_of, storage_of
 from memstore.core.durable.persist import Persists
 from memstore.core.durable.slice_format import slices_count
-from memstore.core.durable.states import MARKER, DurableState, DurableStates, Piece, Write
-from memstore.core.schedule import Decision, next_durable, optimal_every, retire
+from memstore.core.durable.states import MARKER, WRITES_AT_ONCE, DurableState, DurableStates, Piece, Write
+from memstore.core.schedule import Decision, ends_in_time, is_late, next_durable, optimal_every, retire
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.frame import BODY_BYTES_MAX
 from memstore.core.wire.ids import WireShard, WireSpec, WireStep
@@ -70,19 +80,20 @@ class DurableOrders:
         state.holds.add("a durable write", self._held, is_in_use=True)
 
     def _held(self, job: Job) -> set[StepId]:
-        write = self.states.of(job.name).active
-        return {write.step} if write is not None else set()
+        state = self.states.of(job.name)
+        return {write.step for write in _unmarked(state)} or set(sorted(state.writes)[-1:])  # room is for one
 
     def consider(self, now: float, job: Job) -> None:
-        """Start the next write if it is due (R31)."""
+        """Start the next write if it is due and may begin (R31)."""
         attempt = job.newest
         if attempt is None or not attempt.config.get("durable"):
             return
         state = self.states.of(job.name)
-        write = state.active
-        if write is not None and write.phase != "marking" and write.place != place_of(attempt.config):
-            self._abandon(job, state, "a newer attempt writes to another place")
+        for write in _unmarked(state):
+            if write.place != place_of(attempt.config):
+                self._abandon(job, state, write, "a newer attempt writes to another place")
         self._give_up_retired(now, job, attempt, state)
+        self._give_room(now, job, attempt, state)
         if self._put_first(now, job, attempt, state):
             return
         if not self.states.is_known(job) and not state.unread:
@@ -93,11 +104,45 @@ class DurableOrders:
             decision = self._next(now, job, attempt, state, [s for s in mine if self.states.is_whole(job, s)])
         if decision.start is None or self._is_being_removed(state, decision.start):
             return
-        if decision.abandon is not None:
-            self._abandon(job, state, decision.why)
-            state.abandoned_in_a_row += 1
-            state.abandoned_count += 1
+        beside = [write for write in state.writes.values() if not _is_late(now, state, write)]
+        if beside and not self._fits_beside(now, attempt, state, beside):
+            return
+        for write in [write for write in state.writes.values() if write not in beside]:
+            self._make_way(job, state, write, f"{decision.why}; step {write.step.step} is late and makes way")
         self._start(now, job, attempt, state, decision.start)
+
+    def _fits_beside(self, now: float, attempt: Attempt, state: DurableState, writes: list[Write]) -> bool:
+        """Return whether one more write uses threads that are idle, and the others end before it needs their room."""
+        # Until then retention keeps the newest step, so that its write needs no room.
+        until_s = (attempt.committed_s or now) + (attempt.pace.interval_s() or 0.0) * int(attempt.config["keep_steps"])
+        owed = Counter(host for write in writes for host in write.waits.values())
+        return max(owed.values(), default=0) < WRITES_AT_ONCE and all(
+            # Without a key each of the first two writes would take that of the host which reports first.
+            write.key is not None
+            and write.place == place_of(attempt.config)
+            and ends_in_time(now, write.since_s, state.write_s, until_s)
+            for write in writes
+        )
+
+    def _give_room(self, now: float, job: Job, attempt: Attempt, state: DurableState) -> None:
+        """Keep, of the writes of steps that retention keeps no more, the one for which there is a version of room.
+
+        That is the oldest, which has least left to write, unless it is late, or the newest was asked for.
+        """
+        kept = redundant_steps(job, attempt)
+        while len(beyond := sorted((w for w in _unmarked(state) if w.step not in kept), key=lambda w: w.step)) > 1:
+            if _is_late(now, state, beyond[0]) or self.persists.is_wanted(job, beyond[-1].step):
+                self._make_way(job, state, beyond[0], f"step {beyond[1].step.step} needs its room")
+            else:
+                self._abandon(job, state, beyond[-1], f"step {beyond[-2].step.step} is still in the room for it")
+                state.last_started_s, state.last_started_step = beyond[-2].since_s, beyond[-2].step
+            self.retention.retain(job)
+
+    def _make_way(self, job: Job, state: DurableState, write: Write, why: str) -> None:
+        """Abandon a write that is too slow, and count it: the distance to the next one doubles."""
+        self._abandon(job, state, write, why)
+        state.abandoned_in_a_row += 1
+        state.abandoned_count += 1
 
     def _next(self, now: float, job: Job, attempt: Attempt, state: DurableState, committed: list[StepId]) -> Decision:
         return next_durable(
@@ -114,16 +159,15 @@ class DurableOrders:
     def _put_first(self, now: float, job: Job, attempt: Attempt, state: DurableState) -> bool:
         """Write a requested step before a due one; True if nothing else may begin now."""
         persists = self.persists
-        if state.active is not None and persists.is_wanted(job, state.active.step):
+        if any(persists.is_wanted(job, step) for step in state.writes):
             return True
         wanted = persists.wanted(job)
         if wanted is None:
             return False
         if not persists.is_due(job, wanted) or self._is_being_removed(state, wanted):
             return True
-        if state.active is not None:
-            # Not counted: that says nothing of the storage's speed.
-            self._abandon(job, state, f"it made way for step {wanted.step}, which was asked for")
+        for write in _unmarked(state):  # not counted: that says nothing of the storage's speed
+            self._abandon(job, state, write, f"it made way for step {wanted.step}, which was asked for")
         self._start(now, job, attempt, state, wanted)
         return True
 
@@ -137,14 +181,13 @@ class DurableOrders:
         A marker that is being written is waited for, and taken back once it is there. Each controller has each torn
         step removed once, until a host says that it is: a former one may have died with the marker's order on its way.
         """
-        write = state.active
-        if write is not None and write.step in job.retired and write.phase != "marking":
-            self._report_retired(job, write)
-            self._stop(job, state)
-            self._remove(job, write.place, write.step, only_unmarked=True)
-        place, write = place_of(attempt.config), state.active
-        kept = {write.step, write.base.step if write.base is not None else None} if write is not None else set()
-        for step in sorted(job.torn - state.taken_back - kept):
+        for write in _unmarked(state):
+            if write.step in job.retired:
+                self._report_retired(job, write)
+                self._stop(job, state, write)
+                self._remove(job, write.place, write.step, only_unmarked=True)
+        place = place_of(attempt.config)
+        for step in sorted(job.torn - state.taken_back - state.bases - state.writes.keys()):
             if now - state.ordered_back_s.get(step, -math.inf) < TAKE_BACK_S:
                 continue
             if place is None or not self._remove(job, place, step, only_unmarked=False):
@@ -182,10 +225,11 @@ class DurableOrders:
         return self.state.now - since_s < REMOVAL_S
 
     def _start(self, now: float, job: Job, attempt: Attempt, state: DurableState, step: StepId) -> None:
-        write = Write(step, now, storage_of(attempt.config), {}, {})
-        state.active, state.last_started_s, state.last_started_step = write, now, step
+        write = Write(step, now, now, storage_of(attempt.config), {}, {})
+        known = next((other.key for other in state.writes.values() if other.place == write.place), state.key)
+        state.writes[step], state.last_started_s, state.last_started_step = write, now, step
         state.failed_s = math.inf
-        write.key = (state.key or None) if write.place.key_file else ""
+        write.key = (known or None) if write.place.key_file else ""
         write.base = self._base(job, attempt, state, write)
         for rank, hosts in job.copies[step].items():
             owner = self.view.owner_host(job, attempt, rank)
@@ -219,6 +263,7 @@ class DurableOrders:
 
     def _order_slices(self, job: Job, write: Write, pieces: set[Piece]) -> None:
         """Send every host the `pieces` that it writes."""
+        state = self.states.of(job.name)
         numbers: dict[str, dict[int, list[int]]] = {}
         for rank, number in sorted(pieces):
             numbers.setdefault(write.waits[rank, number], {}).setdefault(rank, []).append(number)
@@ -226,7 +271,12 @@ class DurableOrders:
             ids = {rank: WireShard(job.name, write.step.attempt, write.step.step, rank) for rank in ranks}
             parts = [_part(write, ids[rank], tuple(mine)) for rank, mine in ranks.items()]
             order = WriteSlices(
-                job=job.name, durable=write.place, step=WireStep.of(write.step), parts=tuple(parts), key=write.key
+                job=job.name,
+                durable=write.place,
+                step=WireStep.of(write.step),
+                parts=tuple(parts),
+                key=write.key,
+                beside=tuple(WireStep.of(step) for step in sorted((state.writes.keys() | state.bases) - {write.step})),
             )
             self.out.send(host, order)
 
@@ -244,29 +294,28 @@ class DurableOrders:
         self._order_slices(job, write, pieces)
         return True
 
-    def _abandon(self, job: Job, state: DurableState, why: str) -> None:
-        """Give the write up, which is no problem by itself: it may have made way for another one."""
-        if state.active is not None:
-            state.stuck = state.active.stuck()
-            self._note("durable_abandoned", job, state.active, why=why)
-        self._stop(job, state)
+    def _abandon(self, job: Job, state: DurableState, write: Write, why: str) -> None:
+        """Give a write up, which is no problem by itself: it may have made way for another one."""
+        state.stuck = write.stuck()
+        self._note("durable_abandoned", job, write, why=why)
+        self._stop(job, state, write)
 
     def _fail(self, job: Job, state: DurableState, write: Write, why: str) -> None:
-        self._stop(job, state)
+        self._stop(job, state, write)
         state.is_base_failed = write.base is not None
-        state.problem, state.failed_s = why, self.state.now
+        state.failed_s = self.state.now
+        if job.newest_durable is None or job.newest_durable < write.step:
+            state.problem = why
         self._note("durable_failed", job, write, why=why)
         state.failures_count += 1
 
-    def _stop(self, job: Job, state: DurableState) -> None:
-        """End the write, on every host that is still at it."""
-        if state.active is not None:
-            self.persists.tried(job, state.active.step)
-        if state.active is not None and job.newest is not None:
-            write, step = state.active, WireStep.of(state.active.step)
-            for host in sorted(set(write.waits.values())):
-                self.out.send(host, WriteSlices(job=job.name, durable=write.place, step=step, parts=(), key=write.key))
-        state.active = None
+    def _stop(self, job: Job, state: DurableState, write: Write) -> None:
+        """End a write, on every host that is still at it."""
+        self.persists.tried(job, write.step)
+        step = WireStep.of(write.step)
+        for host in sorted(set(write.waits.values())):
+            self.out.send(host, WriteSlices(job=job.name, durable=write.place, step=step, parts=(), key=write.key))
+        del state.writes[write.step]
 
     def step_removed(self, host_id: str, report: StepRemoved) -> None:
         """A host removed a step, or could not."""
@@ -291,9 +340,9 @@ class DurableOrders:
     def _written(self, host_id: str, report: SliceWritten | MarkerWritten, piece: Piece) -> None:
         job, now, step = self.state.jobs.get(report.job), self.state.now, report.step.id
         state = self.states.of(report.job)
-        write = state.active
+        write = state.writes.get(step)
         attempt = job.newest if job is not None else None
-        if job is None or attempt is None or write is None or write.step != step:
+        if job is None or attempt is None or write is None:
             return
         if write.waits.get(piece) != host_id:
             return  # another host was given the slice meanwhile; what this one wrote is the same
@@ -308,6 +357,7 @@ class DurableOrders:
             return
         del write.waits[piece]
         write.reported.add(host_id)
+        write.moved_s = now
         if isinstance(report, SliceWritten):
             [write.uses[piece]] = report.use.uses[:1]
             if not write.waits and write.phase == "writing":
@@ -316,7 +366,8 @@ class DurableOrders:
             return
         if not state.abandoned_in_a_row:
             state.abandoned_count = 0  # it ended in its ordinary time: storage keeps up again
-        state.active, state.abandoned_in_a_row, state.problem = None, 0, _refused(write)
+        del state.writes[step]
+        state.abandoned_in_a_row, state.problem = 0, _refused(write)
         state.is_base_failed = False
         if step in job.torn:
             self._report_retired(job, write)
@@ -328,15 +379,24 @@ class DurableOrders:
         state.write_s, state.key = now - write.since_s, write.key
         self._note("durable", job, write)
         self.steps.send_durable(job, step)
-        spans = job.spans(attempt.attempt_number)
-        keys = {s: marker.key for s, marker in job.markers.items() if in_lineage(spans, s)}
         if not write.other_keys:  # else it is unclear which key a reader will have
-            for old in retire(keys, int(attempt.config["durable_keep"]), write.key or ""):
-                del job.markers[old]
-                state.changed[old] = self.states.calls_count
-                self._order_removal(host_id, job, write.place, old, only_unmarked=False)
+            self._retire_durable(job, attempt, state, host_id, write)
         self.persists.written(job, step)
         self.retention.retain(job)
+
+    def _retire_durable(self, job: Job, attempt: Attempt, state: DurableState, host_id: str, write: Write) -> None:
+        """Have the steps removed that `durable_keep` lets go, but for those of which writes under way read.
+
+        These go after the next marker. A write under way that would go at once is given up.
+        """
+        spans, keep, key = job.spans(attempt.attempt_number), int(attempt.config["durable_keep"]), write.key or ""
+        keys = {s: marker.key for s, marker in job.markers.items() if in_lineage(spans, s)}
+        for older in [w for w in _unmarked(state) if w.step in retire({**keys, w.step: key}, keep, key)]:
+            self._abandon(job, state, older, f"durable_keep={keep} keeps newer steps and would remove it at once")
+        for old in sorted({*retire(keys, keep, key)} - state.bases):
+            del job.markers[old]
+            state.changed[old] = self.states.calls_count
+            self._order_removal(host_id, job, write.place, old, only_unmarked=False)
 
     def _piece_failed(
         self, job: Job, state: DurableState, write: Write, host_id: str, piece: Piece, problem: str
@@ -348,6 +408,8 @@ class DurableOrders:
         if piece != MARKER and self._move(job, write, {piece}, host_id):
             return
         has_other_key = host_id in write.other_keys
+        for other in [w for w in state.writes.values() if has_other_key and w is not write]:  # under a key that goes
+            self._abandon(job, state, other, problem)
         self._fail(job, state, write, _refused(write) if has_other_key else problem)
         self._order_removal(host_id, job, write.place, write.step, only_unmarked=True)  # full storage needs the room
         if has_other_key and state.key is not None:  # the file was replaced: the next write, at once, takes its key
@@ -357,6 +419,7 @@ class DurableOrders:
 
     def _order_marker(self, job: Job, attempt: Attempt, host_id: str, write: Write) -> None:
         write.waits[MARKER] = host_id  # its death ends the write
+        older = sorted(step for step in self.states.of(job.name).writes if step < write.step)
         source = job.attempts.get(write.step.attempt, attempt)
         order = WriteMarker(
             job=job.name,
@@ -371,6 +434,7 @@ class DurableOrders:
                 parent_step=source.parent_step,
                 attempts=tuple(job.opened_moments(source.attempt_number)),
             ),
+            beside=tuple(map(WireStep.of, older)),
         )
         self.out.send(host_id, order)
 
@@ -379,13 +443,15 @@ class DurableOrders:
         self.states.forget(name)
 
     def host_died(self, job: Job, host_id: str) -> None:
-        """Hand a dead writer's pieces to other holders; without one the write is over."""
+        """Hand a dead writer's pieces to other holders; a write without one is over."""
         state, attempt = self.states.of(job.name), job.newest
-        write = state.active
         state.stuck.discard(host_id)  # its next process has another way to the storage
         state.removals = {step: removal for step, removal in state.removals.items() if removal[0] != host_id}
-        if write is None or attempt is None or host_id not in write.waits.values():
-            return
+        for write in list(state.writes.values()):
+            if attempt is not None and host_id in write.waits.values():
+                self._writer_died(job, attempt, state, write, host_id)
+
+    def _writer_died(self, job: Job, attempt: Attempt, state: DurableState, write: Write, host_id: str) -> None:
         hosts = self.state.hosts
         others = [host for host in hosts.live_ids() if host != host_id and hosts.is_answering(host)]
         if write.waits.get(MARKER) == host_id and others and write.step not in job.torn:
@@ -394,8 +460,17 @@ class DurableOrders:
         owed = {piece for piece, host in write.waits.items() if host == host_id}
         if MARKER in owed or not self._move(job, write, owed, host_id):
             state.problem = f"host {host_id} died while it wrote, and no other host can write what it owed"
-            self._abandon(job, state, state.problem)
+            self._abandon(job, state, write, state.problem)
             state.last_started_step = None
+
+
+def _unmarked(state: DurableState) -> list[Write]:
+    """Return the writes under way whose marker is not ordered yet."""
+    return [write for write in state.writes.values() if write.phase != "marking"]
+
+
+def _is_late(now: float, state: DurableState, write: Write) -> bool:
+    return is_late(now, write.since_s, write.moved_s, state.write_s)
 
 
 def _part(write: Write, shard: WireShard, numbers: tuple[int, ...]) -> SlicesOfShard:

@@ -9,7 +9,7 @@ Calls that cannot wait are not here: a report is queued, and a pin is released, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
 
@@ -254,8 +254,8 @@ class HolderIo(Protocol):
     async def remove_durable(self, place: DurablePlace, job: str, step: StepId, *, only_unmarked: bool) -> None:
         """Remove a step from durable storage: its marker first."""
 
-    async def sweep_durable(self, place: DurablePlace, job: str, step: StepId) -> None:
-        """Remove what abandoned writes of a job left behind before a step."""
+    async def sweep_durable(self, place: DurablePlace, job: str, keep: Collection[StepId]) -> None:
+        """Remove what abandoned writes of a job left behind before the newest of `keep`."""
 
     async def read_markers(self, place: DurablePlace, job: str, check: StepId | None) -> MarkersFound:
         """Return the markers of a job; with `check` also which parts of that step are missing."""

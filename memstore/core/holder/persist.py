@@ -63,7 +63,7 @@ class Slice:
 
 
 def slices(state: HolderState, order: WriteSlices) -> list[Slice]:
-    """Return the slices of an order, each to be written; those of another step of the job stop.
+    """Return the slices of an order, each to be written; those of steps stop that it does not name.
 
     An order without slices stops its own step's.
     """
@@ -71,11 +71,12 @@ def slices(state: HolderState, order: WriteSlices) -> list[Slice]:
     if not order.parts:
         state.stops.setdefault(key, Stop()).is_set = True
         return []
-    for old in [k for k in state.stops if k[0] == job and k[1] != step]:
+    live = {step, *(row.id for row in order.beside)}
+    for old in [k for k in state.stops if k[0] == job and k[1] not in live]:
         state.stops.pop(old).is_set = True
     if key not in state.stops or state.stops[key].is_set:  # more slices may be ordered, and a step may be begun again
         state.stops[key] = Stop()
-    state.keep_blocks(job, {step, *(part.base.step.id for part in order.parts if part.base is not None)})
+    state.keep_blocks(job, live | {part.base.step.id for part in order.parts if part.base is not None})
     flag = state.stops[key]
     known: list[list[bytes]] = [[] for _ in order.parts]
     parts = zip(order.parts, known, strict=True)
@@ -194,7 +195,8 @@ async def marker(io: HolderIo, state: HolderState, order: WriteMarker) -> None:
     state.report(MarkerWritten(job=order.job, step=order.step, key=order.key, problem=problem or None))
     if problem:
         return
-    _, problem = await outcome(io, "durable write", io.sweep_durable(place, order.job, step))
+    keep = {step, *(row.id for row in order.beside)}
+    _, problem = await outcome(io, "durable write", io.sweep_durable(place, order.job, keep))
     if problem:
         await io.warn(f"durable clean-up: {problem}")
 

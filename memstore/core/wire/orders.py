@@ -303,6 +303,8 @@ class WriteSlices(Message, frozen=True, tag="write_slices"):
     parts: tuple[SlicesOfShard, ...]
     key: str | None
     """The name of the key that they are to be under; "": none; None: the one that the host has."""
+    beside: tuple[WireStep, ...] = ()
+    """Other steps of the job whose writes go on, and durable ones that these read; all writes not named here end."""
 
 
 class WriteMarker(Message, frozen=True, tag="write_marker"):
@@ -316,6 +318,8 @@ class WriteMarker(Message, frozen=True, tag="write_marker"):
     uses: WireUses
     key: str
     lineage: Lineage
+    beside: tuple[WireStep, ...] = ()
+    """Older steps whose writes go on: their slices stay."""
 
 
 class RemoveStep(Message, frozen=True, tag="remove_step"):

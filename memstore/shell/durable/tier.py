@@ -65,7 +65,7 @@ class PartsTier:
         should_stop: Callable[[], bool],
         origins: tuple[SliceRef | None, ...] = (),
     ) -> int | None:
-        """Write one slice whole or not at all; writing it again is fine.
+        """Write one slice whole or not at all; writing it again is fine, and mends one whose frame is damaged.
 
         The chunks are copied first: their slots may be given away while slow storage takes its time (R7).
 
@@ -83,7 +83,8 @@ class PartsTier:
         """
         if len(manifest) > MANIFEST_LIMIT_BYTES:
             raise CapacityError(f"manifest of {len(manifest)} bytes, the limit is {MANIFEST_LIMIT_BYTES}")
-        name = slice_name(shard.rank, number, spec.digest, self.key, slice_tag(origins))
+        ref = SliceRef(_step_of(shard), spec.digest, slice_tag(origins))
+        name = slice_name(shard.rank, number, spec.digest, self.key, ref.tag)
         head = manifest if number == 0 else b""
         pieces: list[bytes] = []
         for chunk in chunks:
@@ -96,8 +97,19 @@ class PartsTier:
         if [nbytes if size else size for nbytes, size in zip_longest(found, sizes)] != sizes:
             raise InternalError(f"slice {number} of {shard} has chunks {wanted} and was given {found} bytes")
         stored = self.codec.seal(spec, number, head, pieces, origins if any(origins) else ())
-        wrote = self.files.write(shard.job, _step_of(shard), name, stored, should_stop=should_stop, is_once=True)
+        write = partial(self.files.write, shard.job, ref.step, name, stored, should_stop=should_stop)
+        wrote = write(is_once=True)
+        if wrote == "there" and not self._is_framed(shard, spec, number, ref):
+            wrote = write(is_once=False)
         return None if wrote == "stopped" else sum(len(piece) for piece in stored)
+
+    def _is_framed(self, shard: ShardId, spec: ShardSpec, number: int, ref: SliceRef) -> bool:
+        """Say whether a slice that is there has a sound header and is as long as that says: a crash may cut files."""
+        try:
+            with self._opened(shard, spec, number, ref, self.key):
+                return True
+        except IntegrityError:
+            return False
 
     def write_marker(self, job: str, marker: DurableMarker, lineage: Lineage) -> None:
         """Declare a step whole, after checking that every slice of every part is there (R31).

@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
 from memstore.core.arena.slot_table import Owner, PeerShare
 from memstore.core.durable.increments import Origins
 from memstore.core.durable.slice_format import SliceHeader, slice_range
+from memstore.core.durable.states import WRITES_AT_ONCE
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder import holder_io, orders
 from memstore.core.holder.holder_io import (
@@ -102,7 +103,6 @@ log = logging.getLogger("memstore")
 RANGE_THREADS = 16  # of durable storage, over all shards: an object store is fast only by many requests at once
 DIGEST_THREADS = min(4, os.cpu_count() or 1)  # two fill a small machine's memory bus
 SIDE_THREADS, ORDER_THREADS, PUSH_THREADS, READ_THREADS = 8, 4, 8, 8
-WRITE_THREADS = 4  # slices at once of one storage: each may be in memory once more (slice_format.SLICE_LIMIT_BYTES)
 LIST_THREADS = 2  # apart from the writers: a stuck write must not keep a restore from listing markers
 
 
@@ -135,7 +135,7 @@ class BlockingIo:
             "push": ThreadPoolExecutor(PUSH_THREADS, "memstore-push", lower_thread_priority),
             "repair": ThreadPoolExecutor(PUSH_THREADS, "memstore-repair", lower_thread_priority),
             "read": ThreadPoolExecutor(READ_THREADS, "memstore-read"),
-            "write": OwnThreads(WRITE_THREADS, "memstore-persist", lower_thread_priority),
+            "write": OwnThreads(WRITES_AT_ONCE, "memstore-persist", lower_thread_priority),
             "list": OwnThreads(LIST_THREADS, "memstore-markers"),
         }
         self._repair_limit = RateLimit(context.config.repair_bytes_per_s, context.stopping)
@@ -413,10 +413,10 @@ class BlockingIo:
         with self._at_storage():
             open_tier(place).remove_step(job, step, only_unmarked=only_unmarked)
 
-    async def sweep_durable(self, place: DurablePlace, job: str, step: StepId) -> None:
+    async def sweep_durable(self, place: DurablePlace, job: str, keep: Collection[StepId]) -> None:
         """As in HolderIo."""
         with self._at_storage():
-            open_tier(place).sweep(job, {step})
+            open_tier(place).sweep(job, keep)
 
     async def read_markers(self, place: DurablePlace, job: str, check: StepId | None) -> MarkersFound:
         """As in HolderIo."""

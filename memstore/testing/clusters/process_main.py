@@ -27,6 +27,7 @@ from memstore.shell.durable.tier import PartsTier
 from memstore.shell.holder.holder import Holder
 from memstore.shell.identity import HostIdentity, read_boot_id
 from memstore.testing.clusters.nursery import PR_SET_PDEATHSIG, fork_children
+from recovery.inventory import ShardId
 
 # -- membership ---------------------------------------------------------------------------------------
 # Records of holders and controllers as small files in one folder: processes on one machine without Ray.
@@ -98,12 +99,12 @@ def hold_durable_writes(gate: Path) -> None:
     """Let every durable write of this process wait for a file, as if the file system hung."""
     real = PartsTier.write_slice
 
-    def held(self: PartsTier, *args: Any, **kwargs: Any) -> int | None:
-        gate.with_name(f"{gate.name}.waits-{os.getpid()}").touch()
+    def held(self: PartsTier, shard: ShardId, *args: Any, **kwargs: Any) -> int | None:
+        gate.with_name(f"{gate.name}.waits-{shard.step}-{os.getpid()}").touch()
         deadline_s = time.monotonic() + GATE_S
         while not gate.exists() and time.monotonic() < deadline_s:
             time.sleep(0.02)
-        return real(self, *args, **kwargs)
+        return real(self, shard, *args, **kwargs)
 
     PartsTier.write_slice = held  # type: ignore[method-assign]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import resource
 import shutil
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from memstore.testing.nemesis.load_meter import LoadMeter
 from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank_process import RankFailed, RankNursery, together
 
+WRITE_S = 6.0  # that the first write is held, where the length of a write matters
 TWO_RACKS = {"h0": {"rack": "r0", "memstore": "replica"}, "h1": {"rack": "r1", "memstore": "replica"}}
 
 
@@ -98,6 +101,43 @@ def test_increments_are_restored_and_a_lost_base_is_refused_by_name(tmp_path: Pa
         assert re.search(
             rf"/train/1/3 reads step {older.step} \(attempt 1\): .*{lost.name}.* put that step's files back", logs
         )
+
+
+def test_a_crash_in_the_middle_of_two_writes_at_once_leaves_the_step_before(
+    tmp_path: Path, nursery: RankNursery
+) -> None:
+    """A write begins beside one that is expected to end, and all memory is lost before either has (R31)."""
+    durable, gate = tmp_path / "durable", tmp_path / "gate"
+    durable.mkdir()
+    fields = {"durable": str(durable), "durable_every": 1, "keep_steps": 4, "kib": 64}
+
+    def is_held(step: int) -> bool:
+        return len(list(tmp_path.glob(f"gate.waits-{step}-*"))) >= 2
+
+    with ProcessCluster(tmp_path / "cluster", TWO_RACKS, durable_gate=gate, recovery_grace_s=0.5) as cluster:
+        fleet = Fleet(cluster, nursery, **fields)
+        ranks = fleet.begin(["h0", "h1"], last_step=0)
+        wait_for(lambda: is_held(0), "the first write to begin")
+        began_s = time.monotonic()
+        wait_for(lambda: time.monotonic() - began_s > WRITE_S, "the time that the next writes may be expected to take")
+        gate.touch()
+        ranks[0].call("wait", step=0, level="durable")
+        gate.unlink()
+        for step in (1, 2):
+            together(ranks, "train", first=step, last=step)
+            wait_for(partial(is_held, step), "a write before the gate, the second one beside the first")
+        assert [path.parent.name for path in durable.rglob("marker")] == ["0"]
+        fleet.kill(ranks)
+        for host in ("h0", "h1"):
+            cluster.lose_host(host)
+        gate.touch()
+        for host in ("h0", "h1"):
+            cluster.start_holder(host)
+        cluster.wait_live("h0", "h1")
+        ranks, got = fleet.resume(["h0", "h1"])
+        assert (got["step"], got["verdict"]) == (0, "durable")
+        together(ranks, "train", first=1, last=1)
+        assert ranks[0].call("wait", step=1, level="durable")["level"] == "durable"
 
 
 def test_a_removed_job_comes_back_from_durable_storage_and_stays(tmp_path: Path, nursery: RankNursery) -> None:

@@ -12,8 +12,8 @@ import pytest
 from stalls import put_within
 
 from memstore.core.durable.paths import MARKER, other_key
+from memstore.core.durable.states import WRITES_AT_ONCE
 from memstore.shell.durable.codec import key_name
-from memstore.shell.holder.blocking_io import WRITE_THREADS
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.faults.s3_server import HttpFaults, S3Server, server_environment
 from memstore.testing.nemesis.load_meter import LoadMeter
@@ -148,7 +148,7 @@ def test_storage_that_hangs_holds_up_no_job_with_another(
     durable.mkdir()
     with ProcessCluster(tmp_path / "cluster", TWO_RACKS, arena_bytes=128 << 20) as cluster:
         Fleet(cluster, nursery, job="s3-stuck", kib=KIB, durable=URL, durable_every=1).begin(["h0", "h1"], last_step=0)
-        wait_for(lambda: hung.times <= 1000 - 2 * WRITE_THREADS, "all writers to hang")
+        wait_for(lambda: hung.times <= 1000 - 2 * WRITES_AT_ONCE, "all writers to hang")
         other = Fleet(cluster, nursery, job="other", durable=str(durable), durable_every=1)
         ranks = other.begin(["h0", "h1"], last_step=0)
         assert ranks[0].call("wait", step=0, level="durable")["level"] == "durable"

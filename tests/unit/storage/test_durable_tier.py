@@ -80,6 +80,14 @@ def overwrite(tier: PartsTier, step: int, name: str, data: bytes) -> None:
         Path(tier.files.where, JOB, "1", str(step), name).write_bytes(data)
 
 
+def stored(tier: PartsTier, step: int, name: str) -> bytes:
+    """The bytes of a file."""
+    with tier.files.opened(JOB, StepId(1, step), name) as reader:
+        data = bytearray(reader.nbytes)
+        reader.read_into(0, memoryview(data))
+    return bytes(data)
+
+
 @pytest.mark.parametrize("nbytes", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK, 40 * CHUNK + 1])
 def test_step_round_trips(tier: PartsTier, nbytes: int) -> None:
     """What was written comes back bit for bit, for empty, short, exact and ragged payloads."""
@@ -100,6 +108,26 @@ def test_slices_may_come_in_any_order_from_any_process(tier: PartsTier, url: str
     for number in reversed(range(slices_count(spec))):
         assert write_slice((tier, other)[number % 2], shard, number, nbytes) is not None
     other.write_marker(JOB, DurableMarker(StepId(1, 1), 1, {0: spec}), lineage_of(1))
+    assert read_payload(tier, shard, spec) == payload_of(shard, nbytes)
+
+
+@pytest.mark.parametrize("left", [0, 40, -1])
+def test_a_slice_that_a_crash_cut_short_is_written_again(tier: PartsTier, left: int) -> None:
+    """Its name is taken by fewer bytes: the same step, written again, is whole and has its digests."""
+    shard, nbytes = shard_of(1), 9 * CHUNK
+    spec = spec_of(shard, nbytes, 1)
+    write_part(tier, shard, nbytes)
+    whole = {name: stored(tier, 1, name) for name in names_of(shard, nbytes)}
+    cut = names_of(shard, nbytes)[0]
+    overwrite(tier, 1, cut, whole[cut][:left])
+    marker = DurableMarker(StepId(1, 1), 1, {0: spec})
+    tier.write_marker(JOB, marker, lineage_of(1))
+    assert tier.lacks(JOB, marker.step)
+
+    write_part(tier, shard, nbytes)
+    assert {name: stored(tier, 1, name) for name in whole} == whole
+    assert tier.lacks(JOB, marker.step) == ""
+    assert tier.read_manifest(shard, spec) == manifest_of(shard)
     assert read_payload(tier, shard, spec) == payload_of(shard, nbytes)
 
 

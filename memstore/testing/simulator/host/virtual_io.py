@@ -9,7 +9,7 @@ import inspect
 import math
 import random
 import types
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -640,10 +640,10 @@ class VirtualIo:
         self.storage.tier("").remove_step(job, step, only_unmarked=only_unmarked)
         self._check_bases(job)
 
-    async def sweep_durable(self, place: DurablePlace, job: str, step: StepId) -> None:
+    async def sweep_durable(self, place: DurablePlace, job: str, keep: Collection[StepId]) -> None:
         """As in HolderIo."""
         await self._travel()
-        self.storage.tier("").sweep(job, {step})
+        self.storage.tier("").sweep(job, keep)
         self._check_bases(job)
 
     def _check_bases(self, job: str) -> None:

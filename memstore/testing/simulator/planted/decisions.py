@@ -34,7 +34,7 @@ from memstore.core.restore.followers import Followers
 from memstore.core.targets import targets
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.calls import ShardLoaded
-from memstore.core.wire.ids import WireShard, WireSpec
+from memstore.core.wire.ids import WireShard, WireSpec, WireStep
 from memstore.core.wire.messages import SendOrder
 from memstore.core.wire.orders import Bring, Run
 from memstore.core.wire.replies import Noted, Skipped
@@ -344,6 +344,23 @@ def slices_of_the_dead_forgotten(real: Any, self: DurableOrders, job: Job, host_
         return
     for piece in owed:
         del write.waits[piece]
+
+
+@planted(
+    "slices-of-another-write",
+    "R31",
+    "R31",
+    has_durable=True,
+    durable_every=1,
+    durable_s=0.25,
+    keep_steps=3,
+    at=(DurableOrders, "slice_written"),
+)
+def slices_of_another_write(real: Any, self: DurableOrders, host_id: str, report: SliceWritten) -> None:
+    """Of two steps that are written at once the newer gets the older's slices credited."""
+    writes = self.states.of(report.job).writes
+    newest = max(writes, default=report.step.id)
+    real(self, host_id, structs.replace(report, step=WireStep.of(newest)))
 
 
 @planted("bases-removed", "R31", "R31", has_durable=True, at=(PartsTier, "_needed"))

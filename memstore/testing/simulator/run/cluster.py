@@ -43,7 +43,7 @@ class SimCluster:
         self.notes: list[str] = []
         self.network = Network(random.Random(f"network {scenario.seed}"), self.at)
         self.rng = random.Random(f"world {scenario.seed}")
-        self.durable = DurableStorage()
+        self.durable = DurableStorage(usual_s=scenario.durable_s, delay_s=scenario.durable_s)
         self.has_kv = True
         self.launches_from_s = 0.0  # no launch begins before
         self.idle_days_s = 0.0  # time that passed and in which nothing was due
@@ -69,7 +69,7 @@ class SimCluster:
             connect_timeout_s=20.0,
             job_ttl_s=ORPHAN_TTL_S,
             durable="/durable" if scenario.has_durable else None,
-            durable_every=3,
+            durable_every=scenario.durable_every,
             stall_budget_s=1.0,
             durable_bytes_per_s=PACE_BYTES_PER_S if scenario.is_paced else 0,
             durable_key_file="/key" if any(each.kind == "rotate-key" for each in scenario.faults) else None,
@@ -321,7 +321,8 @@ class SimCluster:
         """End every fault."""
         self.note("all faults are healed")
         self.network.heal()
-        self.has_kv, self.durable.problem, self.durable.delay_s, self.durable.tears = True, "", 0.05, 0
+        self.has_kv, self.durable.problem, self.durable.tears = True, "", 0
+        self.durable.delay_s = self.durable.usual_s
         self.drains.clear()
         for name, holder in sorted(self.holders.items()):
             self.memories[name].is_full, self.memories[name].crash_in = False, None

@@ -543,7 +543,7 @@ def _durable_broken(cluster: SimCluster, each: Fault) -> None:
 @fault("durable-slow")
 def _durable_slow(cluster: SimCluster, each: Fault) -> None:
     cluster.durable.delay_s = 3.0
-    cluster.at(each.for_s, lambda: setattr(cluster.durable, "delay_s", 0.05))
+    cluster.at(each.for_s, lambda: setattr(cluster.durable, "delay_s", cluster.durable.usual_s))
 
 
 @fault("rotate-key")

@@ -280,7 +280,8 @@ class DurableStorage(DurableFiles):
     removed: set[Place] = field(default_factory=set)  # steps of which an order removed something
     keys: dict[str, str] = field(default_factory=dict)  # host -> name of the key in its file
     problem: str = ""  # every operation fails with it
-    delay_s: float = 0.05
+    usual_s: float = 0.05
+    delay_s: float = 0.05  # of every operation
     tears: int = 0  # so many of the next slices are spoilt, silently
 
     def tier(self, key: str, tags: Sequence[str] = ()) -> PartsTier:

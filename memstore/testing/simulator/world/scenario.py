@@ -35,6 +35,8 @@ class Scenario:
     world_size: int = 3
     step_s: float = 0.4
     has_durable: bool = False
+    durable_every: int = 3
+    durable_s: float = 0.05  # that each operation on durable storage takes
     is_strict: bool = True
     reads_ranges: bool = False  # ranks read ranges of one another's shards
     reads_shards: bool = False  # ranks read one another's shards whole
@@ -62,6 +64,7 @@ class Scenario:
             f"replicas={self.replicas}, scatter={self.scatter}, keep_steps={self.keep_steps}, "
             f"{f'in_flight={self.in_flight}, ' if self.in_flight > 1 else ''}"
             f"a step every {self.step_s:.2f} s, durable storage {'on' if self.has_durable else 'off'}"
+            f"{f', of {self.durable_s} s, each {self.durable_every} steps' if self.has_durable else ''}"
             f"{', in place' if self.is_in_place else ''}"
             f"{f', parity={self.parity}' if self.parity else ''}{', uneven shards' if self.is_uneven else ''}"
             f"{self._shared_shards_text()}"
@@ -178,8 +181,19 @@ def draw(seed: int) -> Scenario:
         faults += more
     in_flight = random.Random(f"in flight {seed}").choice(IN_FLIGHT)  # apart, so that the other seeds stay as they were
     drawn = replace(drawn, in_flight=in_flight, faults=tuple(sorted(faults)))
+    drawn = with_overlap(drawn) if drawn.has_durable else drawn
     has_parity = random.Random(f"has parity {seed}").random() < PARITY_SHARE and not drawn.shards
     return with_parity(drawn) if has_parity else drawn
+
+
+def with_overlap(drawn: Scenario) -> Scenario:
+    """Return a scenario that, half of the time, writes each step to storage that takes longer than a step (R31)."""
+    rng = random.Random(f"overlap {drawn.seed}")
+    if rng.random() < 0.5:
+        return drawn
+    times = rng.choice([0.3, 0.5, 0.8])  # a write is about four operations
+    keep_steps = rng.choice([drawn.keep_steps, 2, 3])
+    return replace(drawn, durable_every=1, durable_s=round(times * drawn.step_s, 3), keep_steps=keep_steps)
 
 
 def with_parity(drawn: Scenario) -> Scenario:

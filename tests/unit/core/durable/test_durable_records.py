@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ from memstore.core.durable.slice_format import (
     slice_range,
     slices_count,
 )
-from memstore.core.schedule import next_durable, optimal_every, retire
+from memstore.core.schedule import ends_in_time, is_late, next_durable, optimal_every, retire
 from memstore.core.wire.orders import Lineage
 from memstore.errors import ConfigError, IntegrityError
 from memstore.intervals import Every, parse_every
@@ -304,7 +305,7 @@ def test_other_types_are_refused(value: object) -> None:
 def test_first_committed_step_goes_at_once(every: str | int | None) -> None:
     """The first committed step is written without waiting for any interval."""
     got = next_durable(5.0, last_started_s=None, last_durable_step=None, committed=[StepId(1, 3)], every=every)
-    assert (got.start, got.abandon) == (StepId(1, 3), None)
+    assert got.start == StepId(1, 3)
     assert "first" in got.why
 
 
@@ -319,7 +320,7 @@ def test_new_attempt_writes_its_first_step_at_once() -> None:
 def test_nothing_committed_starts_nothing() -> None:
     """Without a committed step there is nothing to write, however long ago the last write was."""
     got = next_durable(9e9, last_started_s=0.0, last_durable_step=None, committed=[], every="1s")
-    assert (got.start, got.abandon) == (None, None)
+    assert got.start is None
 
 
 @pytest.mark.parametrize(("now", "expected"), [(1059.9, None), (1060.0, StepId(1, 9))])
@@ -340,22 +341,21 @@ def test_step_distance_is_kept(step: int, is_due: bool) -> None:
     assert (got.start is not None) == is_due
 
 
-def test_unfinished_write_makes_way_only_when_the_next_is_due() -> None:
-    """R31: the older write goes on until the next durable step is due, then it is abandoned."""
-    early, late = (
-        next_durable(
-            now,
-            last_started_s=0.0,
-            last_durable_step=None,
-            committed=[StepId(1, 7)],
-            every="60s",
-            in_progress=StepId(1, 1),
-        )
-        for now in (59.0, 60.0)
-    )
-    assert (early.start, early.abandon) == (None, None)
-    assert (late.start, late.abandon) == (StepId(1, 7), StepId(1, 1))
-    assert "unfinished" in late.why
+def test_a_write_that_gets_on_is_not_late_and_one_that_stands_still_is() -> None:
+    """R31: what it has written is thrown away only if it stands still, and has had twice the last one's time."""
+    assert is_late(60.0, 0.0, 0.0, None)  # nothing of it was written when the next is due, nor of any before
+    assert not is_late(119.0, 0.0, 40.0, None)
+    assert is_late(120.0, 0.0, 40.0, None)
+    assert not is_late(120.0, 0.0, 40.0, 61.0)
+    assert is_late(120.0, 0.0, 0.0, 60.0)
+
+
+def test_a_write_ends_in_time_if_the_last_one_would_have() -> None:
+    """Nothing is expected of the first write, nor of one that has taken longer than the last."""
+    assert ends_in_time(60.0, 0.0, 90.0, 90.0)
+    assert not ends_in_time(60.0, 0.0, 90.1, 90.0)
+    assert not ends_in_time(60.0, 0.0, 59.9, 90.0)
+    assert not ends_in_time(60.0, 0.0, None, math.inf)
 
 
 def test_write_that_cannot_be_replaced_by_a_newer_step_goes_on() -> None:
@@ -363,7 +363,7 @@ def test_write_that_cannot_be_replaced_by_a_newer_step_goes_on() -> None:
     got = next_durable(
         1e9, last_started_s=0.0, last_durable_step=None, committed=[StepId(1, 7)], every="1s", in_progress=StepId(1, 7)
     )
-    assert (got.start, got.abandon) == (None, None)
+    assert got.start is None
 
 
 def test_failed_write_is_not_started_again_for_the_same_step() -> None:
@@ -416,12 +416,9 @@ def test_decision_is_always_sound(
         abandoned_in_a_row=abandoned,
     )
     assert got.why
-    if got.start is None:
-        assert got.abandon is None
-    else:
+    if got.start is not None:
         assert got.start == max(committed)
         assert all(got.start > step for step in (last_durable, in_progress) if step is not None)
-        assert got.abandon == in_progress
 
 
 @given(write_s=st.integers(1, 500), every=st.sampled_from(["10s", 10]))
@@ -442,8 +439,8 @@ def test_slow_storage_still_gets_durable_steps(write_s: int, every: str | int) -
             in_progress=running,
             abandoned_in_a_row=abandoned,
         )
-        if got.start is not None:
-            abandoned += got.abandon is not None
+        if got.start is not None and (running is None or is_late(now, started_s or 0, started_s or 0, None)):
+            abandoned += running is not None
             running, started_s = got.start, float(now)
         if durable is not None:
             return

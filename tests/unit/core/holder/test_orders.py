@@ -170,6 +170,18 @@ def test_slices_of_a_step_that_is_to_be_written_no_more_stop_at_once() -> None:
     assert len(host.started) == 2
 
 
+def test_writes_go_on_beside_a_newer_one_only_if_its_order_names_them() -> None:
+    """A newer controller knows of none that an older one began: they end with its first order."""
+    host, newer, newest = Host(), WireStep(1, 8), WireStep(1, 9)
+    host.obey(SLICES)
+    host.obey(structs.replace(SLICES, step=newer, beside=(STEP,)))
+    older = host.state.stops["job", STEP.id]
+    assert not older.is_set
+    host.obey(structs.replace(SLICES, step=newest, beside=(newer,)))
+    assert older.is_set
+    assert [stop.is_set for stop in host.state.stops.values()] == [False, False]
+
+
 def test_a_fence_refuses_what_comes_after_the_order() -> None:
     """Not only what comes after its procedure has begun (R21)."""
     host = Host()
@@ -376,6 +388,14 @@ def test_a_marker_is_reported_before_what_lies_around_is_swept() -> None:
     host.play(persist.marker(host, host.state, DURABLE_MARKER))
     assert host.reports == [MarkerWritten(job="job", step=STEP, key="k", problem=None)]
     assert host.names == ["store_marker", "sweep_durable", "warn"]
+
+
+def test_what_older_writes_under_way_have_written_is_not_swept() -> None:
+    """The marker's order names them."""
+    host, older = DurableHost(), WireStep(STEP.attempt, STEP.step - 1)
+    host.play(persist.marker(host, host.state, structs.replace(DURABLE_MARKER, beside=(older,))))
+    [sweep] = [call for call in host.calls if call[0] == "sweep_durable"]
+    assert {STEP.id, older.id} in sweep
 
 
 def test_nothing_is_swept_around_a_marker_that_could_not_be_written() -> None:
