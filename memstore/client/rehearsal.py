@@ -45,7 +45,7 @@ CHUNK_BYTES = 4 << 20
 PATHS_SHOWN = 20
 LOOK_S = 0.02
 ENDING_S = 5.0  # for a thread that was asked to end
-STDERR = 2
+STDIN, STDERR = 0, 2
 LAUNCH_VARIABLES = (  # a child that had them would join the process group of this launch
     "RANK",
     "WORLD_SIZE",
@@ -251,7 +251,9 @@ def main(part: str, folder: str, target: str, steps: str) -> None:
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()  # nothing is written there: it is closed when the other process ends
+    # Nothing is written there: it is closed when the other process ends. A read through sys.stdin would hold a lock
+    # that the interpreter wants at its end, so that the process would abort instead.
+    os.read(STDIN, 1)
     os.killpg(0, signal.SIGKILL)
 
 

@@ -29,6 +29,7 @@ from memstore.drills.model.catalogue import (
     EMBEDDED,
     FAMILIES,
     IN_PLACE,
+    KEPT_HEAD,
     NAMESPACES,
     PLACES,
     RAY_NAMESPACES,
@@ -125,7 +126,8 @@ def _play_suite(
     openers: dict[str, Callable[[], contextlib.AbstractContextManager[Site]]] = {RUNNING: running}
     problems: dict[str, str] = {}
     if given["embedded"]:
-        found = {place: place_problem(place) for place in (EMBEDDED, APART, NAMESPACES, RAY_NAMESPACES, TIGHT)}
+        own_places = (EMBEDDED, APART, KEPT_HEAD, NAMESPACES, RAY_NAMESPACES, TIGHT)
+        found = {place: place_problem(place) for place in own_places}
         problems = {place: why for place, why in found.items() if why is not None}
         openers = {place: partial(own_site, place, given, nbytes) for place in found if place not in problems}
     else:

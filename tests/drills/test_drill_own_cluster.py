@@ -13,18 +13,19 @@ import pytest
 pytest.importorskip("ray")
 
 from memstore.config import MIB
-from memstore.drills.model.catalogue import REFUSED, Options
+from memstore.drills.model.catalogue import KEPT_HEAD, REFUSED, Options
 from memstore.drills.model.report import BROKEN, ERROR, PASS
 from memstore.drills.run.runner import run_drill
 from memstore.drills.scenes.scenes_hosts import LoseHostParity
 from memstore.drills.sites.site import EmbeddedSite
-from memstore.drills.sites.site_options import embedded_site
+from memstore.drills.sites.site_options import embedded_site, place_problem
 from memstore.errors import DrillError
 from memstore.testing.clusters.embedded import EmbeddedCluster
 from memstore.testing.clusters.namespaces import NamespaceRig, available
 from memstore.testing.clusters.scratch import racks
 
 NO_NAMESPACES = available()
+NO_KEPT_HEAD = place_problem(KEPT_HEAD)
 RANKS = 4
 
 
@@ -90,6 +91,21 @@ def test_a_host_of_a_job_with_parity_is_decoded_from_the_others() -> None:
             report = run_drill("lose-host-parity", site, options)
         assert report.outcome == BROKEN
         assert "no chunk was decoded from parity" in report.words
+
+
+@pytest.mark.ray
+@pytest.mark.drill
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(NO_KEPT_HEAD is not None, reason=str(NO_KEPT_HEAD))
+def test_a_head_that_keeps_its_tables_comes_back_to_the_others() -> None:
+    """Twice, the second time without the controller: nothing of the other hosts ends, and commits go on."""
+    with embedded_site(RANKS, 256 * MIB, keeps_head=True) as site:
+        options = Options(seed=7, ranks_count=RANKS - 1, nbytes=2 * MIB, config=site.config)
+        for _ in range(2):
+            report = run_drill("lose-head", site, options)
+            assert (report.outcome, report.is_verified) == (PASS, True), report.words
+            assert {"adopted", "resumed", "supervised"} <= {line.label for line in report.timeline}
 
 
 @pytest.mark.parametrize("kill", [EmbeddedCluster.kill_everything, EmbeddedCluster.kill_head])

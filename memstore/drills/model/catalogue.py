@@ -20,7 +20,7 @@ from memstore.errors import ConfigError
 REFUSED = "refused"  # the drills' own verdict: get() raised RecoveryError on every rank
 
 # The places where a drill can be played.
-EMBEDDED, RUNNING, TIGHT, APART = "embedded", "running", "tight", "apart"
+EMBEDDED, RUNNING, TIGHT, APART, KEPT_HEAD = "embedded", "running", "tight", "apart", "kept-head"
 NAMESPACES, RAY_NAMESPACES = "namespaces", "ray-namespaces"
 PLACES = {
     EMBEDDED: "a cluster of its own, on this machine",
@@ -29,10 +29,11 @@ PLACES = {
     RAY_NAMESPACES: "raylets in network namespaces, which needs root",
     TIGHT: "a cluster of its own with little memory, which needs root",
     APART: "a cluster of its own, each host in another rack, with one host more than ranks",
+    KEPT_HEAD: "a cluster of its own, whose head keeps Ray's tables on disk, which needs Ray 2.60",
 }
 
 # A process can be part of one Ray cluster at a time; so a suite opens only one of these at a time.
-ON_RAY = frozenset({EMBEDDED, RUNNING, RAY_NAMESPACES, TIGHT, APART})
+ON_RAY = frozenset({EMBEDDED, RUNNING, RAY_NAMESPACES, TIGHT, APART, KEPT_HEAD})
 
 # The flow after the fault: a launcher restarts the ranks, or they go on training, or only lost ranks are replaced.
 RESTART, GOES_ON, IN_PLACE = "restart", "goes-on", "in-place"
@@ -259,6 +260,13 @@ _DRILLS = (
         "head-node", "control plane",
         "every process of Ray's head, for good: every raylet ends for want of it, then Ray is started again",
         ALL_OF_RAY, LOCAL_ONLY, **OWN,
+    ),
+    Drill(
+        "lose-head", "control plane",
+        "every process of Ray's head, which keeps its tables on disk and is started again, while all ranks put",
+        "Ray's head; the hosts' memory stays",
+        Promise(f"the other hosts' raylets, holders and ranks live on, {COPIES_AGAIN} once the head is back"),
+        flow=GOES_ON, runs_on=(KEPT_HEAD,), is_standard=False,
     ),
     Drill(
         "restart-ray", "control plane",

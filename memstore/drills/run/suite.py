@@ -23,6 +23,7 @@ from memstore.drills.model.catalogue import (
     APART,
     DRILLS,
     IN_PLACE,
+    KEPT_HEAD,
     ON_RAY,
     PLACES,
     RAY_NAMESPACES,
@@ -80,7 +81,7 @@ def plays_of(suite: str) -> list[Play]:
 
 
 def _rarity(places: Sequence[str]) -> int:
-    rare = (APART, RAY_NAMESPACES, TIGHT)
+    rare = (APART, KEPT_HEAD, RAY_NAMESPACES, TIGHT)
     return max(rare.index(p) + 1 if p in rare else 0 for p in places)
 
 

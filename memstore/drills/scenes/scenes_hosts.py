@@ -10,6 +10,7 @@ from memstore.core.wire.calls import DrainHost
 from memstore.core.wire.replies import Status
 from memstore.drills.scenes.scene import Scene, host_row
 from memstore.errors import DrillError
+from memstore.shell.on_ray.reach import is_there
 from memstore.testing.faults.arena_files import arena_identity
 from memstore.testing.faults.processes import Process, wait_gone
 from memstore.testing.ranks.rank import Restored
@@ -283,7 +284,8 @@ class FreezeRaylet(RayletScene):
 
 
 # -- ray ----------------------------------------------------------------------------------------------
-# Faults of Ray itself: all of it at once, or its head and then the rest. The hosts' memory stays (R5, R17, R24).
+# Faults of Ray itself: all of it at once, its head and then the rest, or its head alone. The hosts' memory stays
+# (R5, R17, R24).
 
 
 ENDED_S = 90.0  # with Ray's default, a raylet waits a minute for a head that is gone
@@ -358,3 +360,40 @@ class HeadNode(RayScene):
     def wait_for_effect(self) -> str:
         took_s = self.own_site.wait_ray_ended(ENDED_S)
         return f"every other raylet and holder ended by itself within {took_s:.0f} s; {super().wait_for_effect()}"
+
+
+class LoseHead(Scene):
+    """SIGKILL to Ray's head, which keeps its tables on disk, while all ranks put; later it is started again."""
+
+    name = "lose-head"
+    struck = "Ray's head on {0.own_site.head}"
+    is_noticed = False  # the controller was on the head
+    hold_s = 10.0  # until it is started again
+
+    def places(self) -> list[str]:
+        return [host for host in super().places() if host != self.own_site.head]
+
+    def inject(self) -> str:
+        self.kept = self.arena(self.own_site.head)
+        return f"SIGKILL to {self.own_site.end_head()} processes of Ray's head on {self.own_site.head}"
+
+    def wait_for_effect(self) -> str:
+        if is_there(self.own_site.cluster.address):
+            raise DrillError(f"something still listens at {self.own_site.cluster.address}, where Ray's head was")
+        return "all gone, its port does not answer (both checked)"
+
+    def recover(self) -> None:
+        ended = self.own_site.start_head()
+        if ended:
+            self.broken(f"raylets or holders of other hosts ended while the head was away: pids {ended}")
+        self.check_adopted(
+            self.own_site.head, self.kept, "Ray's head runs again, its host's holder took over the arena"
+        )
+
+    def wait_for_recovery(self) -> None:
+        """Kill a holder: Ray must start another one, at the word of the controller that it has started again."""
+        holder = self.holder(self.victim_host)
+        self.kill(self.victim_host, holder)
+        self.wait_replaced({self.victim_host: holder})
+        self.job.wait_redundant()
+        self.say("supervised", f"the holder of {self.victim_host} was killed and replaced")

@@ -20,6 +20,7 @@ from memstore.drills.model.catalogue import PLACES, RAY_NAMESPACES
 from memstore.drills.ranks.ranks import Rank, RankPool
 from memstore.errors import DrillError, MemstoreError
 from memstore.shell.arena.folder import arena_folder
+from memstore.shell.arena.lock import is_alive
 from memstore.shell.on_ray.actors import NAMESPACE, RayMembership, controller_name, live_nodes
 from memstore.testing.clusters.embedded import EmbeddedCluster
 from memstore.testing.clusters.namespaces import NamespaceRig
@@ -212,9 +213,10 @@ class EmbeddedSite(Site):
 
     is_own = True
 
-    def __init__(self, cluster: EmbeddedCluster) -> None:
+    def __init__(self, cluster: EmbeddedCluster, pool: RankPool | None = None) -> None:
         super().__init__(cluster.config)
         self.cluster = cluster
+        self.pool = pool or self.pool
         self.heals_at_once = True  # replace lost hosts after each drill; else only when `heal` is called
         self.lost: dict[str, dict[str, str]] = {}
         self.late: dict[str, dict[str, str]] = {}  # labels of the host that was left out when Ray was started again
@@ -290,6 +292,12 @@ class EmbeddedSite(Site):
         self._forget_ranks()
         wait_gone(victims)
         return len(victims)
+
+    def start_head(self) -> list[int]:
+        """Start a head that ended again; return the pids of raylets and holders of other hosts that ended meanwhile."""
+        self.cluster.start_head()
+        self.wait_hosts_live(list(self.cluster.labels))
+        return [pid for pid, start in self.headless if not is_alive(pid, start)]
 
     def wait_ray_ended(self, limit_s: float) -> float:
         """Wait until raylets and holders of the other hosts have ended by themselves; return the seconds."""

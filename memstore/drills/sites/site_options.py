@@ -22,6 +22,7 @@ from memstore.config import MIB, Config
 from memstore.drills.model.catalogue import (
     APART,
     DURABLE_EVERY,
+    KEPT_HEAD,
     NAMESPACES,
     PLACES,
     RAY_NAMESPACES,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 SEED_LIMIT = 1 << 31
 HOSTS_MAX = 16  # raylets on one machine; the start of each takes half a second of a core
 ROOM = 8  # arena bytes per byte of state: 2 copies x 2 versions + 1 repair, and slack for a neighbour's ranks
+HEAD_AWAY_S = 600  # Ray's 60 s may be over before a busy machine has started a head again
 # Ray reads these when it is imported. A private cluster needs neither tokens nor usage reports.
 RAY_ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
@@ -120,6 +122,7 @@ def embedded_site(
     racks_count: int = 2,
     has_links: bool = False,
     gpus_per_host: int = 0,
+    keeps_head: bool = False,
     **fields: Any,
 ) -> Iterator[EmbeddedSite]:
     """Open an embedded cluster with hosts h1, h2, ... by turns in some racks; the first is Ray's head.
@@ -127,12 +130,15 @@ def embedded_site(
     Args:
         has_links: Each host but the head has a network namespace of its own, and a link to cut; needs root.
         gpus_per_host: For Ray; all hosts have the same ones.
+        keeps_head: Ray's head keeps its tables on disk, and ranks are processes that Ray did not start.
         fields: Of the cluster's Config.
     """
+    from memstore.drills.ranks.ranks import ForkedPool
     from memstore.drills.sites.site import EmbeddedSite
     from memstore.testing.clusters.embedded import EmbeddedCluster
     from memstore.testing.clusters.namespaces import NamespaceRig
     from memstore.testing.clusters.scratch import racks, scratch_store_name
+    from memstore.testing.ranks.rank_process import LOG_VARIABLE, RankNursery
 
     labels = racks(hosts_count, racks_count)
     with contextlib.ExitStack() as stack:
@@ -144,8 +150,21 @@ def embedded_site(
             interface=str(rig.network) if rig is not None else "127.0.0.1",
             **fields,
         )
-        cluster = stack.enter_context(EmbeddedCluster(labels, config=config, rig=rig, gpus_per_host=gpus_per_host))
-        yield stack.enter_context(contextlib.closing(EmbeddedSite(cluster)))
+        settings, pool = {}, None
+        if keeps_head:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="memstore-head-"))
+            settings = {
+                "gcs_storage": "rocksdb",
+                "gcs_storage_path": f"{folder}/gcs",
+                "gcs_rpc_server_reconnect_timeout_s": HEAD_AWAY_S,
+            }
+            nursery = stack.enter_context(RankNursery())
+            nursery.env[LOG_VARIABLE] = f"{folder}/ranks.log"
+            pool = ForkedPool(nursery, lambda _host: "")
+        cluster = stack.enter_context(
+            EmbeddedCluster(labels, config=config, rig=rig, gpus_per_host=gpus_per_host, ray_settings=settings)
+        )
+        yield stack.enter_context(contextlib.closing(EmbeddedSite(cluster, pool)))
 
 
 def place_problem(place: str) -> str | None:
@@ -155,6 +174,10 @@ def place_problem(place: str) -> str | None:
 
     if place in (NAMESPACES, RAY_NAMESPACES):
         return available()
+    if place == KEPT_HEAD:
+        from ray._private.node import Node
+
+        return None if hasattr(Node, "_is_rocksdb_gcs") else "this Ray's head cannot keep its tables on disk"
     return mount_problem() if place == TIGHT else None
 
 
@@ -182,8 +205,13 @@ def own_site(place: str, given: dict[str, Any], nbytes: int, *, name: str = "the
     else:
         # A lost shard and its parity are made again on the host more; beside another rank they wait for the next put.
         hosts_count, racks_count = (hosts_count + 1,) * 2 if place == APART else (hosts_count, 2)
-        has_links = place == RAY_NAMESPACES
-        opened = embedded_site(hosts_count, max(256 * MIB, room), racks_count=racks_count, has_links=has_links)
+        opened = embedded_site(
+            hosts_count,
+            max(256 * MIB, room),
+            racks_count=racks_count,
+            has_links=place == RAY_NAMESPACES,
+            keeps_head=place == KEPT_HEAD,
+        )
     with opened as site:
         yield site
 

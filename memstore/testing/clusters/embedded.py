@@ -92,7 +92,7 @@ class EmbeddedCluster(Cluster):
         self.cluster = cluster_utils.Cluster()
         head, *others = self.labels
         self.add_node(head)
-        ray.init(address=self.cluster.address, namespace="memstore", log_to_driver=False, logging_level="ERROR")
+        self._connect()
         for host in others:  # one after the other, because raylets that start at once take the same socket name
             self.add_node(host)
         # What is started from here on finds this cluster, and no other one that runs on this machine.
@@ -100,17 +100,22 @@ class EmbeddedCluster(Cluster):
         if self.has_store:
             store_cluster.start(self.config)
 
+    def _connect(self) -> None:
+        ray.init(address=self.address, namespace="memstore", log_to_driver=False, logging_level="ERROR")
+
     @property
     def address(self) -> str:
         """The address of the Ray cluster."""
         return str(self.cluster.address)
 
-    def add_node(self, host: str, labels: Mapping[str, str] | None = None) -> None:
+    def add_node(self, host: str, labels: Mapping[str, str] | None = None, *, gcs_port: int | None = None) -> None:
         """Let a machine join Ray; the store's supervisor gives it a holder by itself (R3)."""
         if labels is not None:
             self.labels[host] = {"host": host, **labels}
-        is_head = not self.nodes
+        is_head = host == next(iter(self.labels))
         extra: dict[str, Any] = {"_system_config": self.ray_settings, "include_dashboard": False} if is_head else {}
+        if gcs_port is not None:
+            extra["gcs_server_port"] = gcs_port
         if self.rig is not None and not is_head:
             self.nodes[host] = self._start_in_namespace(self.rig, host)
             self._wait_joined(self.rig.address(host))
@@ -190,6 +195,13 @@ class EmbeddedCluster(Cluster):
         with contextlib.suppress(Exception):
             ray.shutdown()
         return victims
+
+    def start_head(self) -> None:
+        """Start Ray's head again where it was, after `kill_head`, and connect this process."""
+        head, port = next(iter(self.labels)), int(self.address.rpartition(":")[2])
+        self.cluster.remove_node(self.nodes.pop(head), allow_graceful=False)
+        self.add_node(head, gcs_port=port)
+        self._connect()
 
     def kill_everything(self) -> list[Process]:
         """Send SIGKILL to every process of every host, Ray's head included; return them. The hosts' memory stays."""

@@ -102,7 +102,7 @@ KINDS = {
     "freeze-controller": FaultKind("the controller stops for a while", 3, 2, 2),
     "second-controller": FaultKind("another controller starts beside the first", 3, 2),
     "kv-away": FaultKind("what elects controllers does not answer", 2),
-    "freeze-gcs": FaultKind("Ray's head service stops for a while", None, None, 2),
+    "freeze-gcs": FaultKind("Ray's head service stops for a while", None, None, 2, drills="lose-head"),
     # Links.
     "partition": FaultKind("hosts and their peers cannot reach each other", 3, 1,
                       drills="partition-half swizzle-clog cable-pulled"),
