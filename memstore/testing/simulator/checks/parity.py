@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import combinations
 
 import msgspec
@@ -68,6 +69,7 @@ def times(factor: int, value: int) -> int:
     return found
 
 
+@lru_cache(maxsize=256)
 def inverse(factor: int) -> int:
     """Return the element that makes 1 of another one."""
     return next(each for each in range(1, 256) if times(each, factor) == 1)
@@ -133,6 +135,7 @@ def _rows(
     return found
 
 
+@lru_cache(maxsize=256)
 def _power(number: int) -> int:
     return 1 if not number else times(2, _power(number - 1))
 
@@ -204,6 +207,7 @@ class LossCheck:
         self._taken_s: dict[StepId, float] = {}  # when a fault last took something of it
         self._owed: dict[StepId, bool] = {}  # watched step -> any one domain may be lost; else none may
         self._seen: dict[StepId, object] = {}  # what hosts had of it at the last look
+        self._said: dict[object, str] = {}  # what hosts have -> why it is short; asked after every event
 
     # -- what is there ------------------------------------------------------------------------
 
@@ -268,8 +272,19 @@ class LossCheck:
         Args:
             of_all: Say only what is lost already.
         """
-        kept, digests = self.kept(step), self.observed.facts[step].digests
-        for gone in [set[str]()] if of_all else [set[str](), *self.losses()]:
+        kept, losses = self.kept(step), [set[str]()] if of_all else [set[str](), *self.losses()]
+        has_all = (
+            (host, frozenset(each.shards), frozenset((owner, parity[0]) for owner, parity in each.parity.items()))
+            for host, each in kept.items()
+        )
+        known = step, frozenset(has_all), tuple(map(frozenset, losses))
+        if known not in self._said:
+            self._said = {known: self._why_short(step, kept, losses)}
+        return self._said[known]
+
+    def _why_short(self, step: StepId, kept: Mapping[str, Kept], losses: Sequence[Collection[str]]) -> str:
+        digests = self.observed.facts[step].digests
+        for gone in losses:
             ranks = short_of(kept, digests, gone)
             if ranks:
                 has = {host: (sorted(r for r, _ in each.shards), sorted(each.parity)) for host, each in kept.items()}
