@@ -545,12 +545,27 @@ class Reservations:
         for step in older if attempt.parity_sets or job.parity else ():
             taken: dict[str, int] = {}
             for host, shards in job.shards_on(step).items():
-                foreign = [shard for shard in shards if shard.is_parity or shard.rank not in local.get(host, ())]
+                own = {*local.get(host, ()), *self._decoded_elsewhere(job, attempt, step)}
+                foreign = [shard for shard in shards if shard.is_parity or shard.rank not in own]
                 specs = map(job.spec, foreign)
                 taken[host] = sum(spec.chunks_count for spec in specs if spec is not None)
             for host, slots in taken.items():
                 total[host] = total.get(host, 0) + max(0, slots - total.get(host, 0) // versions)
         return total
+
+    def _decoded_elsewhere(self, job: Job, attempt: Attempt, step: StepId) -> set[int]:
+        """Return the ranks whose own hosts have whole copies again: others of them, decoded for safety, soon go (R37).
+
+        Only of sets on hosts apart, whose parity repair can make whole: else the others stay until the next commit.
+        """
+        domains, found = self.state.hosts.live_domains(attempt.level_asked), set[int]()
+        hosts = {rank: member.host_id for rank, member in attempt.members.items()}
+        for rank, ranks in job.parity_sets(step).items():
+            own = job.copies.get(step, {}).get(rank, {}).get(hosts.get(rank, ""))
+            places = {domains.get(hosts.get(other, ""), "") for other in ranks} - {""}
+            if own is not None and not own.missing and len(places) == len(ranks):
+                found.add(rank)
+        return found
 
     def _outgrown_slots(self, job: Job, attempt: Attempt) -> dict[int, int]:
         """Return the slots by rank that kept steps of older attempts take beyond a present version (R10).

@@ -162,6 +162,22 @@ def test_a_lost_shard_is_decoded_onto_another_host_while_none_replaces_it() -> N
     assert {answer.get("step") for answer in answers} == {3}, answers
 
 
+def test_a_first_put_reserves_nothing_for_a_shard_that_was_decoded_for_safety() -> None:
+    """It goes once its rank's host has it and parity is there again: a put waits for that, and is not refused."""
+    world, _ = trained(5, parity=4)
+    world.run(2.0)
+    world.kill_host("h4")
+    world.run(10.0)
+    assert world.holders_of(StepId(1, 1), 4) == ["h0"]
+    world.return_host("h4", keep_memory=False)
+    ranks = world.launch(5)
+    world.get(ranks)
+    world.reserve(ranks)
+    assert all(rank.has_room for rank in ranks)
+    assert {host: holder.rooms[JOB].peer_slots for host, holder in world.holders.items()} == dict.fromkeys(HOSTS, 2)
+    assert world.put_all(ranks, 2)
+
+
 def test_a_shard_that_was_decoded_for_safety_is_kept_for_no_reader() -> None:
     """It is a copy as any: when its step is dropped its slots are the next put's at once, on the host that has few."""
     world, _ = lost(replaced=True)
