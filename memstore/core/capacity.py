@@ -562,8 +562,8 @@ class Reservations:
         hosts = {rank: member.host_id for rank, member in attempt.members.items()}
         for rank, ranks in job.parity_sets(step).items():
             own = job.copies.get(step, {}).get(rank, {}).get(hosts.get(rank, ""))
-            places = {domains.get(hosts.get(other, ""), "") for other in ranks} - {""}
-            if own is not None and not own.missing and len(places) == len(ranks):
+            places = {domains.get(hosts.get(other, ""), "") for other in ranks.ranks} - {""}
+            if own is not None and not own.missing and len(places) == len(ranks.ranks):
                 found.add(rank)
         return found
 
