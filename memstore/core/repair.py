@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from memstore.core.capacity import Drops, Reservations
@@ -546,7 +546,9 @@ class Repair:
         if job is None:
             return
         self.pushes.refused_s[shard, target] = now
-        if report.is_final and self.state.hosts.is_answering(target):
+        if shard.is_parity and not report.is_final:
+            self._make_room(job, shard, target)
+        elif report.is_final and self.state.hosts.is_answering(target):
             kept = {
                 key: text for key, text in job.refusals.items() if StepId(key[0].attempt, key[0].step) in job.copies
             }
@@ -555,13 +557,13 @@ class Repair:
             self.steps.evaluate(job, StepId(shard.attempt, shard.step))
 
     def _make_room(self, job: Job, shard: ShardId, target: str) -> None:
-        """Make room on a host that refused a kept step's copy, which is tried again after `REFUSAL_TTL_S` (R29).
+        """Make room on a host that refused a kept step's copy, or its parity, which is tried again a while later (R29).
 
         The host first claims room for the newest attempt, if that ended before its first put claimed any. Otherwise
         steps that no rank will finish are dropped there: incomplete ones first, then the oldest.
         """
-        attempt, spec = job.newest, job.spec(shard)
-        if attempt is None or spec is None or not self._is_ended(attempt):
+        attempt, wanted = job.newest, self._slots_of(job, shard)
+        if attempt is None or not wanted or not self._is_ended(attempt):
             return
         if StepId(shard.attempt, shard.step) not in redundant_steps(job, attempt):
             return
@@ -569,15 +571,29 @@ class Repair:
             return
         here = {rank for rank, own_host in attempt.members.items() if own_host.host_id == target}
         committing = {StepId(attempt.attempt_number, n) for n, phase in attempt.steps.items() if phase == "committing"}
-        spared, wanted = job.commits.keys() | committing | self.state.holds.steps(job), spec.chunks_count
-        unfinished = [step for step in job.on_host.get(target, {}) if step not in spared]
-        for step in sorted(unfinished, key=lambda s: (len(job.copies[s]) >= attempt.world_size, s)):
-            for rank in sorted(job.on_host[target][step] - here):
-                other = ShardId(job.name, step.attempt, step.step, rank)
+        spared = job.commits.keys() | committing | self.state.holds.steps(job)
+        begun = {StepId(attempt.attempt_number, number) for number in attempt.steps.open}
+        unfinished = ({*job.on_host.get(target, {}), *job.parity} | begun) - spared
+        for step in sorted(unfinished, key=lambda s: (len(job.copies.get(s, {})) >= attempt.world_size, s)):
+            # Parity that lacks some shard no host has reported: it may be there, in the place of other rows.
+            parity = {ShardId(job.name, step.attempt, step.step, rank, is_parity=True) for rank in here}
+            held = {shard for shard in job.shards_on(step).get(target, ()) if shard.is_parity or shard.rank not in here}
+            for other in sorted(held | (parity if step in begun else set())):
                 if wanted > 0 and not self.state.is_read(other):
-                    wanted -= job.copies[step][rank][target].spec.chunks_count
                     self.drops.order(target, [other])
-                    job.drop_copy(other, target)
+                    if other in held:
+                        wanted -= self._slots_of(job, other)
+                        job.drop_copy(other, target)
+
+    @staticmethod
+    def _slots_of(job: Job, shard: ShardId) -> int:
+        """Return the slots of a shard, or of parity of which there may be none any more; 0 if that is not known."""
+        spec, step = job.spec(shard), StepId(shard.attempt, shard.step)
+        ranks = job.parity_sets(step).get(shard.rank) if shard.is_parity else None
+        if spec is not None or ranks is None:
+            return spec.chunks_count if spec is not None else 0
+        others = (job.spec(replace(shard, rank=other, is_parity=False)) for other in ranks.others(shard.rank))
+        return ranks.rows_count(max((each.chunks_count for each in others if each is not None), default=0))
 
     def host_died(self, host_id: str) -> None:
         """Drop pushes from or to a dead host."""

@@ -582,8 +582,9 @@ class ReplicaStore(Generic[M_co, F_co]):
     # -- dropping -----------------------------------------------------------------------------
 
     def drop(self, shard: ShardId) -> None:
-        """Remove every replica of a shard (R7)."""
+        """Remove every replica of a shard, and parity that is being added up (R7)."""
         with self.lock:
+            self.abort_parity(lambda parity: parity.shard == shard)
             self._discard(self.index.drop(shard, self.clock.monotonic() + DROPPED_READ_S))
 
     def drop_all(self, shards: Iterable[ShardId], removed: tuple[str, int] | None) -> None:

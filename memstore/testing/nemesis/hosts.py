@@ -166,9 +166,10 @@ class Hosts:
     def replace_holder(self, host: str) -> None:
         """Start a successor beside a stopped holder; the successor kills it (R2)."""
         with self.lock:
+            if self.stopped.pop(host, None) is None:
+                return  # killed meanwhile: its successor runs, and one more would find the arena locked
             self._prepare(host)
             self.mark_away(host)
-            self.stopped.pop(host, None)
             if host in self.cluster.holders:
                 self.former[self.cluster.replace_holder(host).pid] = f"holder of {host}"
 
