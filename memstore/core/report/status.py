@@ -262,12 +262,13 @@ class StatusReport:
             newest=self._attempt(job, job.newest) if job.newest is not None else None,
         )
 
+    def _ago_s(self, at_s: float | None) -> float | None:
+        return self.state.now - at_s if at_s is not None else None
+
     def _attempt(self, job: Job, attempt: Attempt) -> AttemptStatus:
         newest, on_storage, recovery = job.newest_committed, job.newest_durable, attempt.recovery
         placement, durable = self.view.placement(job), self.states.of(job.name)
-        seen_s = durable.seen_s.get(on_storage) if on_storage is not None else None
         looked = self._looked(job, attempt, newest) if newest is not None else Shards((), 0, {}, [], {}, {})
-        sets = job.parity_sets(newest) if newest is not None else {}
         return AttemptStatus(
             phase=attempt.phase,
             ended_by=attempt.ended_by,
@@ -296,7 +297,7 @@ class StatusReport:
             short_s=self.watch.short_for_s(job.name),
             replicas=attempt.replicas,
             parity=attempt.parity,
-            set_sizes=sorted({len(sets[r].ranks) if r in sets else 0 for r in attempt.members}) if sets else [],
+            set_sizes=_set_sizes(job, attempt, newest),
             keep_steps=int(attempt.config["keep_steps"]),
             in_flight=attempt.in_flight,
             in_flight_lack=attempt.in_flight_lack,
@@ -312,11 +313,11 @@ class StatusReport:
             unmet=_unmet_rows(placement) if placement is not None else [],
             durable=attempt.config.get("durable"),
             durable_step=on_storage.step if on_storage is not None else None,
-            durable_seen_s=self.state.now - seen_s if seen_s is not None else None,
+            durable_seen_s=self._ago_s(durable.seen_s.get(on_storage) if on_storage is not None else None),
             durable_unseen=durable.unread or durable.lacks,
             durable_problem=durable.problem,
             durable_abandoned=durable.abandoned_count,
-            durable_s=self.state.now - durable.last_done_s if durable.last_done_s is not None else None,
+            durable_s=self._ago_s(durable.last_done_s),
             resume_step=attempt.resume_step,
             is_restoring=job.name in self.state.rounds,
             skipped=sum(phase == "abandoned" for phase in attempt.steps.values()),
@@ -431,6 +432,11 @@ class StatusReport:
             return f"{state.status}, {state.why}" if state is not None else "it is not here"
         is_passed_over = hosts.is_on_probation(self.state.now, host) and shard not in self.pushes.vain_s
         return "it died 3 times within 10 minutes, another host is sought" if is_passed_over else ""
+
+
+def _set_sizes(job: Job, attempt: Attempt, step: StepId | None) -> list[int]:
+    sets = job.parity_sets(step) if step is not None else {}
+    return sorted({len(sets[rank].ranks) if rank in sets else 0 for rank in attempt.members}) if sets else []
 
 
 def _unmet_rows(placement: Placement) -> list[str]:

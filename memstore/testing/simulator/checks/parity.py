@@ -39,7 +39,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Part:
+class SumPart:
     """A row or a chunk that something is added up from."""
 
     host: str
@@ -55,7 +55,7 @@ class Sum:
     """A chunk that comes back from rows, and from the others' chunks that are in these rows too."""
 
     chunk: int
-    parts: tuple[Part, ...]
+    parts: tuple[SumPart, ...]
 
 
 def times(factor: int, value: int) -> int:
@@ -107,13 +107,13 @@ def _sums_in(
         plain = _rows(kept, members, owner, spare * row, rank, digest)
         second = _rows(kept, members, members[(place[owner] + 1) % len(members)], 2 * row + 1, rank, digest)
         named = next(iter([*plain.values(), *second.values()] if spare == 2 else plain.values()), {})
-        there, gone = list[Part](), list[int]()
+        there, gone = list[SumPart](), list[int]()
         for other in named.keys() - {rank}:
             at = (place[owner] - place[other] - 1) % len(members)
             added = row * (len(members) - spare) + at
             if at < len(members) - spare and added < named[other][1]:
                 having = [h for h, k in sorted(kept.items()) if (other, named[other][0]) in k.shards]
-                there += [Part(having[0], other, named[other][0], added, 1)] if having else []
+                there += [SumPart(having[0], other, named[other][0], added, 1)] if having else []
                 gone += [] if having else [other]
         powers = {member: _power(place[member]) for member in members}
         parts = _parts([*plain], [*second] if spare == 2 else [], there, gone, powers, rank)
@@ -125,13 +125,13 @@ def _sums_in(
 
 def _rows(
     kept: Mapping[str, Kept], members: tuple[int, ...], owner: int, row: int, rank: int, digest: str
-) -> dict[Part, Named]:
+) -> dict[SumPart, Named]:
     """Return a row where hosts have it, and what else is in that parity."""
-    found: dict[Part, Named] = {}
+    found: dict[SumPart, Named] = {}
     for host, each in sorted(kept.items()):
         parity, _, named = each.parity.get(owner, ("", 0, {}))
         if {owner, *named} == {*members} and rank in named and named[rank][0] == digest:
-            found[Part(host, owner, parity, row, 1, is_row=True)] = named
+            found[SumPart(host, owner, parity, row, 1, is_row=True)] = named
     return found
 
 
@@ -141,8 +141,13 @@ def _power(number: int) -> int:
 
 
 def _parts(
-    plain: list[Part], second: list[Part], there: list[Part], gone: list[int], powers: Mapping[int, int], rank: int
-) -> tuple[Part, ...] | None:
+    plain: list[SumPart],
+    second: list[SumPart],
+    there: list[SumPart],
+    gone: list[int],
+    powers: Mapping[int, int],
+    rank: int,
+) -> tuple[SumPart, ...] | None:
     """Return what adds up to a chunk; None if too much is gone."""
     if plain and not gone:
         return plain[0], *there

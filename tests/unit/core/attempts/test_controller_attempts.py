@@ -817,7 +817,7 @@ def test_an_unreadable_durable_directory_is_named() -> None:
     """A step that RAM does not have is refused with why the storage could not say."""
     world, ranks = trained(2, last=4, durable="/durable", durable_every=1)
     world.durable.problem = "Input/output error"
-    why = rewind(world, ranks, 1)
+    why = rewind(world, ranks, 3)
     assert "Durable storage could not be read: Input/output error" in why
 
 

@@ -50,6 +50,8 @@ def test_a_crash_while_ranks_restore(moment_s: float) -> None:
     assert world.run_until(lambda: all(r.answers.get("get") for r in ranks), 20.0), [r.errors for r in ranks]
     world.check_restored([r.answers["get"][-1] for r in ranks])
     assert {r.answers["get"][-1]["step"] for r in ranks} == {1}
+    # No get() of a rank returns before all ranks have loaded.
+    assert world.run_until(lambda: world.machine is not None and world.job().newest.is_released, 20.0)
     assert world.put_all(ranks, 2)
 
 
