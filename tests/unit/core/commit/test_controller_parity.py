@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from memstore.core.wire.orders import PushCopy
@@ -161,6 +163,22 @@ def test_a_lost_shard_is_decoded_onto_another_host_while_none_replaces_it() -> N
     answers = world.get(ranks)
     world.check_restored(answers)
     assert {answer.get("step") for answer in answers} == {3}, answers
+
+
+def test_rows_of_a_step_that_nobody_finishes_give_way_to_those_of_a_kept_one() -> None:
+    """All ranks are dead, and the peers' part is full of an open step's row: the kept step's comes in its place."""
+    world, ranks = trained(5, parity=4)
+    for rank in ranks[:4]:
+        world.put(rank, 2)
+    world.run(2.0)
+    index = world.holders["h0"].replicas.index
+    assert [parity.shard.step for parity in index.parity.values()] == [2]
+    for rank in ranks:
+        world.kill_rank(rank)
+    index.shares[JOB] = replace(index.shares[JOB], peer_slots=1)
+    world.holders["h0"].lose(ShardId(JOB, 1, 1, 0, is_parity=True))
+    assert world.run_until(lambda: parity_on(world, StepId(1, 1)).get(0) == ["h0"], 60.0), describe(world)
+    assert list(index.parity) == []
 
 
 def test_a_first_put_reserves_nothing_for_a_shard_that_was_decoded_for_safety() -> None:

@@ -17,7 +17,7 @@ from memstore.core.wire.messages import Event, HostBeat, HostLost, LeaseRenewed,
 from memstore.core.wire.orders import Reserve, VerifyCopies
 from memstore.core.wire.reports import Reserved
 from memstore.testing.controller.holder import CHUNKS, DirectedRank
-from memstore.testing.controller.world import ControllerWorld, trained
+from memstore.testing.controller.world import JOB, ControllerWorld, trained
 from recovery.inventory import ShardId, StepId
 
 MOMENTS_S = [0.001, 0.004, 0.012, 0.03, 0.06, 0.1, 0.2, 0.4]
@@ -51,7 +51,8 @@ def test_a_crash_while_ranks_restore(moment_s: float) -> None:
     world.check_restored([r.answers["get"][-1] for r in ranks])
     assert {r.answers["get"][-1]["step"] for r in ranks} == {1}
     # No get() of a rank returns before all ranks have loaded.
-    assert world.run_until(lambda: world.machine is not None and world.job().newest.is_released, 20.0)
+    assert world.run_until(lambda: world.machine is not None and JOB in world.served.jobs, 20.0)
+    assert world.run_until(lambda: world.job().newest.is_released, 20.0)
     assert world.put_all(ranks, 2)
 
 
