@@ -546,9 +546,7 @@ class Repair:
         if job is None:
             return
         self.pushes.refused_s[shard, target] = now
-        if shard.is_parity and not report.is_final:
-            self._make_room(job, shard, target)
-        elif report.is_final and self.state.hosts.is_answering(target):
+        if report.is_final and self.state.hosts.is_answering(target):
             kept = {
                 key: text for key, text in job.refusals.items() if StepId(key[0].attempt, key[0].step) in job.copies
             }
