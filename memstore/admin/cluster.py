@@ -29,7 +29,14 @@ from memstore.shell.arena.folder import held_bytes, read_secret
 from memstore.shell.arena.lock import is_held, owner
 from memstore.shell.identity import HOST_LABEL
 from memstore.shell.net.tls import Tls
-from memstore.shell.on_ray.actors import NAMESPACE, ControllerActor, controller_name, live_nodes
+from memstore.shell.on_ray.actors import (
+    NAMESPACE,
+    ControllerActor,
+    controller_name,
+    gcs_storage,
+    live_nodes,
+    may_lose_head,
+)
 from memstore.shell.on_ray.reach import REACH_S, wait_for_gcs, wants_token
 from memstore.shell.rank.admin_link import any_tool, host_folders, store_root
 
@@ -51,6 +58,7 @@ class ClusterStatus:
     hosts: list[dict[str, Any]] = field(default_factory=list)
     jobs: list[dict[str, Any]] = field(default_factory=list)
     term: int = 0
+    gcs_storage: str = ""
     failure_domains: list[str] = field(default_factory=list)
     problems: list[dict[str, Any]] = field(default_factory=list)
     ray: str = ""
@@ -203,10 +211,6 @@ def _create(config: Config) -> Any:
             joined_address(),
             ", ".join(others),
         )
-    head = ray.get_runtime_context().get_node_id()
-    for node in ray.nodes():
-        if node["Alive"] and "node:__internal_head__" in node["Resources"]:
-            head = node["NodeID"]
     return (
         ray.remote(ControllerActor)
         .options(
@@ -219,10 +223,19 @@ def _create(config: Config) -> Any:
             memory=1,
             max_restarts=-1,
             max_concurrency=16,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=True),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(_controller_node(), soft=True),
         )
         .remote(config.start_fields(), _secret(config))
     )
+
+
+def _controller_node() -> str:
+    """Return the Ray node on which a controller is to start: the head; another one if the head may be lost."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    heads = [node["NodeID"] for node in nodes if "node:__internal_head__" in node["Resources"]]
+    others = sorted({node["NodeID"] for node in nodes} - {*heads})
+    chosen = others if others and may_lose_head(gcs_storage()) else heads
+    return str(next(iter(chosen), ray.get_runtime_context().get_node_id()))
 
 
 def nodes_by_host(config: Config) -> dict[str, int]:

@@ -142,7 +142,8 @@ def headline(status: Status, where: Where) -> str:
         parts += [plural(len(values), level)] if values else []
     if status.job_defaults:
         parts.append("jobs get " + ", ".join(f"{name}={value}" for name, value in status.job_defaults.items()))
-    return " · ".join([*parts, *([f"ray at {ray}"] if ray else [])])
+    tables = f", tables in {status.gcs_storage}" if status.gcs_storage else ""
+    return " · ".join([*parts, *([f"ray at {ray}{tables}"] if ray else [])])
 
 
 def job_table(jobs: list[JobRow], launches: list[LaunchRow]) -> Table:

@@ -291,8 +291,9 @@ class Controller:
         secret: bytes,
         on_exit: Callable[[str], None] = lambda why: None,
         settle_s: float = 10.0,
+        gcs_storage: str = "",
     ) -> None:
-        self.config, self.membership, self.secret = config, membership, secret
+        self.config, self.membership, self.secret, self.gcs_storage = config, membership, secret, gcs_storage
         self.on_exit, self.settle_s = on_exit, settle_s
         self.tls = Tls.load(config)
         self.lease_s = config.lease_s
@@ -332,6 +333,7 @@ class Controller:
                 outlast_s=self.lease_s if term > 1 else config.heartbeat_s,
                 settle_s=self.settle_s,
                 job_defaults=config.job_defaults(),
+                gcs_storage=self.gcs_storage,
             ),
             expected_hosts=expected_hosts,
         )

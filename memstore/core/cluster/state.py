@@ -55,6 +55,7 @@ class Rules:
     """The store's fields of Config by which the controller decides, and constants that tests change; seconds."""
 
     job_defaults: Mapping[str, Any] = field(default_factory=dict)  # shown only: ranks ask for them as they join
+    gcs_storage: str = ""  # shown only: where Ray's head keeps its tables
     failure_domains: tuple[str, ...] = ("zone", "rack")
     suspect_after_s: float = 1.5
     dead_after_s: float = 5.0

@@ -172,6 +172,7 @@ class StatusReport:
             serving_s=now - state.started_s,
             hosts=hosts,
             job_defaults=dict(state.rules.job_defaults),
+            gcs_storage=state.rules.gcs_storage,
             failure_domains=list(state.rules.failure_domains),
             launches=waiting,
             jobs=jobs,

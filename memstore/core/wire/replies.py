@@ -181,6 +181,8 @@ class Status(Message, frozen=True, tag="status"):
     serving_s: float
     hosts: list[HostRow]
     job_defaults: JobDefaults
+    gcs_storage: str
+    """Where Ray's head keeps its tables: "memory", "rocksdb" or "redis"; "" if that is not known."""
     failure_domains: list[str]
     launches: list[LaunchRow]
     jobs: list[JobRow]

@@ -265,7 +265,7 @@ _DRILLS = (
         "lose-head", "control plane",
         "every process of Ray's head, which keeps its tables on disk and is started again, while all ranks put",
         "Ray's head; the hosts' memory stays",
-        Promise(f"the other hosts' raylets, holders and ranks live on, {COPIES_AGAIN} once the head is back"),
+        meanwhile(f"the others' raylets, holders and ranks live on, commits too, {COPIES_AGAIN} once the head is back"),
         flow=GOES_ON, runs_on=(KEPT_HEAD,), is_standard=False,
     ),
     Drill(

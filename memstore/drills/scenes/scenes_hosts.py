@@ -367,7 +367,7 @@ class LoseHead(Scene):
 
     name = "lose-head"
     struck = "Ray's head on {0.own_site.head}"
-    is_noticed = False  # the controller was on the head
+    is_noticed = False  # until Ray has started its holder again the head's host is dead, and that is no fault of a rank
     hold_s = 10.0  # until it is started again
 
     def places(self) -> list[str]:
@@ -391,7 +391,7 @@ class LoseHead(Scene):
         )
 
     def wait_for_recovery(self) -> None:
-        """Kill a holder: Ray must start another one, at the word of the controller that it has started again."""
+        """Kill a holder: Ray must start another one, at the word of the controller."""
         holder = self.holder(self.victim_host)
         self.kill(self.victim_host, holder)
         self.wait_replaced({self.victim_host: holder})

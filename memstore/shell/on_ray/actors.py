@@ -6,6 +6,7 @@ Holders have max_restarts=0: the controller's supervisor starts a successor, whi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -41,6 +42,22 @@ from memstore.shell.rank.admin_link import Tool
 
 NAMESPACE = "memstore"
 KV_NAMESPACE = NAMESPACE.encode()
+
+
+def gcs_storage() -> str:
+    """Return where Ray's GCS keeps its tables, as the head notes when it starts: "memory", "rocksdb" or "redis".
+
+    "" if it noted nothing, or does not answer.
+    """
+    with contextlib.suppress(Exception):
+        found = internal_kv._internal_kv_get(b"extra_usage_tag_gcs_storage", namespace=b"usage_stats")
+        return found.decode() if found else ""
+    return ""
+
+
+def may_lose_head(storage: str) -> bool:
+    """Return whether Ray's head may be lost: it is started again with its tables, and all other hosts live on."""
+    return storage not in ("", "memory")
 
 
 class RayMembership:
@@ -258,7 +275,9 @@ class ControllerActor:
         config = Config().with_fields(fields)
         collect_rarely()
         self.membership = RayMembership(config.store)
-        self.controller = Controller(config, self.membership, secret=secret, on_exit=lambda why: os._exit(0))
+        self.controller = Controller(
+            config, self.membership, secret=secret, on_exit=lambda why: os._exit(0), gcs_storage=gcs_storage()
+        )
         self.actors: dict[str, Any] = {}  # node id -> holder actor
         self.hosts: dict[str, str] = {}  # node id -> host id, once known
         self.errors: dict[str, str] = {}  # node id -> why its holder does not run
