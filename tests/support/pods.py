@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from repository import ROOT
+from repository import ROOT, SUPPORT
 
 from memstore.testing.clusters.processes import wait_for
 
@@ -111,15 +111,14 @@ class Pod:
         assert self.container
         if self.container.wait(timeout=COMMAND_S) != 0:
             raise AssertionError(f"the init container of {self.name} failed: {self.log()}")
+        self.kill()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.kill()
         self.kill_ranks()
         subprocess.run(["umount", str(self.folder / "arena")], check=True)
-        for folder in (self.cgroup, self.cgroup.parent):
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+        self.cgroup.parent.rmdir()
 
     def start(self, argv: Sequence[str], stdin: str = "") -> None:
         """Start the container with this command, in a new cgroup of the pod's, as the kubelet does."""
@@ -232,6 +231,24 @@ def _removed(cgroup: Path) -> bool:
     with contextlib.suppress(OSError):
         cgroup.rmdir()
     return not cgroup.exists()
+
+
+def train(pods: Sequence[Pod], store: str, first: int, last: int) -> list[dict[str, Any]]:
+    """Start a rank in each container, let them put steps, and return what each got first; they stay alive."""
+    program, size = str(SUPPORT / "pod_rank.py"), len(pods)
+    ranks = [
+        pod.popen([sys.executable, program, store, *map(str, (rank, size, first, last))])
+        for rank, pod in enumerate(pods)
+    ]
+    got = []
+    for rank in ranks:
+        if rank.stdout is None or rank.stderr is None:
+            raise AssertionError("a rank has no pipes")
+        lines = [rank.stdout.readline(), rank.stdout.readline()]
+        if not all(lines) or json.loads(lines[1]) != {"committed": last}:
+            raise AssertionError(f"a rank ended: {lines} {rank.stderr.read()}")
+        got.append(json.loads(lines[0]))
+    return got
 
 
 def holder_command(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from manifests import composed
-from pods import Pod, available, holder_command
+from pods import Pod, available, holder_command, train
 from repository import SUPPORT
 
 from memstore.config import Config
@@ -88,21 +88,8 @@ class Pods:
         return dict(wait_for(rows, f"live hosts {hosts}", seen=self.pods[hosts[0]].log))
 
     def train(self, first: int, last: int, *hosts: str) -> list[dict[str, Any]]:
-        """Start a rank in each container, let them put steps, and return what each got first; they stay alive."""
-        program = str(SUPPORT / "pod_rank.py")
-        ranks = [
-            self.pods[host].popen([sys.executable, program, self.store, *map(str, (rank, len(hosts), first, last))])
-            for rank, host in enumerate(hosts)
-        ]
-        got = []
-        for rank in ranks:
-            assert rank.stdout
-            assert rank.stderr
-            lines = [rank.stdout.readline(), rank.stdout.readline()]
-            assert all(lines), rank.stderr.read()
-            got.append(json.loads(lines[0]))
-            assert json.loads(lines[1]) == {"committed": last}
-        return got
+        """Run the steps on these hosts, as `pods.train`."""
+        return train([self.pods[host] for host in hosts], self.store, first, last)
 
 
 @pytest.fixture
