@@ -22,7 +22,13 @@ from memstore.testing.clusters.process_main import DirectoryMembership
 from memstore.testing.clusters.processes import kill, wait_for
 from memstore.testing.clusters.scratch import scratch_store_name
 
-pytestmark = [pytest.mark.root, pytest.mark.long, pytest.mark.skipif(available() is not None, reason=str(available()))]
+PROBLEM = available()
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.long,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM)),
+]
 RACKS = {"h1": "r1", "h2": "r2", "h3": "r1"}
 LAST = 4
 
