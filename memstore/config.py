@@ -1,4 +1,4 @@
-"""One frozen Config, validated once, when it is made. Reads no environment.
+"""One frozen Config, validated once, when it is made. Reads no environment; `check_config` takes one setting from it.
 
 Store fields are fixed when the store is started; a different value later is a ConfigError that names both (R5).
 Job fields belong to the job that connects with them; those given at the store's start are defaults for its jobs.
@@ -11,6 +11,7 @@ import itertools
 import math
 import numbers
 import operator
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ WHOLE_LIMIT = 1 << 61  # a message carries numbers below 2**62, and a skip names
 DETECT_S: Mapping[str | float, float] = {"fast": 2.0, "normal": 5.0, "slow": 20.0}  # silence until a host is dead
 SUSPECT_MAX_S, HEARTBEAT_MAX_S = 3.0, 0.5  # a controller's lease and what `status` shows depend on them as well
 STREAMS = 4  # one connection fills no fast network; each is a thread and a descriptor per peer at both ends
+ARENA_VARIABLE = "MEMSTORE_ARENA_DIR"  # where arenas lie in this container, for processes that do not say
 SHOWN_CHARS_MAX = 160  # of a value in an error: it may come from a peer
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _COMMAND = re.compile(  # a command in a text but for verbs that are about no store; with nothing that names one yet
@@ -348,10 +350,15 @@ def check_name(what: str, name: object) -> str:
 
 
 def check_config(config: object) -> Config:
-    """Return a caller's Config, or the defaults if it is None; ConfigError if it is something else."""
+    """Return a caller's Config, or the defaults if it is None; ConfigError if it is something else.
+
+    MEMSTORE_ARENA_DIR counts as a given `arena_dir` where the caller gives none: a container sets it once for all of
+    its processes, and no training script need know where it mounted memory (D304).
+    """
     if config is not None and not isinstance(config, Config):
         raise ConfigError(f"config= is of type {type(config).__name__}: pass a memstore.Config", field="config")
-    return config or Config()
+    found, arena_dir = config or Config(), os.environ.get(ARENA_VARIABLE)
+    return found if not arena_dir or "arena_dir" in found.given else found.with_fields({"arena_dir": arena_dir})
 
 
 def check_seconds(name: str, value: object) -> float:

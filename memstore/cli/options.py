@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import click
 
 from memstore.cli.output import DATA_STREAM, STORE_CONFIG, say
-from memstore.config import WHOLE_LIMIT, Config, check_name, check_seconds, check_whole
+from memstore.config import ARENA_VARIABLE, WHOLE_LIMIT, Config, check_name, check_seconds, check_whole
 from memstore.core.report.problems import with_commands
 from memstore.core.wire.calls import AskStatus, AskSteps
 from memstore.core.wire.codec import Request, tag_of
@@ -253,6 +253,7 @@ def store_options(verb: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--store", default=Config.store, show_default=True, metavar="NAME", help="Name of the store.")
     @click.option(
         "--arena-dir",
+        envvar=ARENA_VARIABLE,
         default=Config.arena_dir,
         show_default=True,
         metavar="DIR",

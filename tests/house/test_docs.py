@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +25,7 @@ from repository import ROOT
 import memstore
 import memstore.distribution
 from memstore import errors
+from memstore.cli import main
 from memstore.config import Config
 from memstore.core.report.problems import KINDS
 from memstore.distribution import DISTRIBUTION, installed_version
@@ -400,7 +402,41 @@ def run_in_shell(words: list[str], folder: Path) -> None:
     assert (folder / "key").stat().st_size == 32
 
 
-PARSERS = {"python": parse_python, "torchrun": parse_torchrun, "ray": parse_ray, "pip": parse_pip, "head": run_in_shell}
+def parse_memstore(words: list[str]) -> None:
+    """As the command line reads a verb and its options."""
+    main.commands[words[0]].make_context(words[0], words[1:])
+
+
+def parse_kubectl(words: list[str], _folder: Path) -> None:
+    """Files are there, and what runs in a pod is a command of ours."""
+    for option, file in itertools.pairwise(words):
+        assert option not in ("-k", "-f") or (ROOT / file).exists(), file
+    if "--" in words:
+        program, *rest = words[words.index("--") + 1 :]
+        assert program == "memstore"
+        parse_memstore(rest)
+
+
+def parse_docker(words: list[str], folder: Path) -> None:
+    """The Dockerfile is there, a variable is one of the manual, and what runs in an image is a command of Ray."""
+    for option, value in itertools.pairwise(words):
+        assert option != "-f" or (ROOT / value).exists(), value
+        assert option != "-e" or f"| `{value.partition('=')[0]}` |" in page("reference/config.md"), value
+    if words[0] == "run":
+        program, *rest = words[words.index("IMAGE") + 1 :]
+        assert program == "ray"
+        parse_ray(rest, folder)
+
+
+PARSERS: dict[str, Callable[[list[str], Path], None]] = {
+    "python": parse_python,
+    "torchrun": parse_torchrun,
+    "ray": parse_ray,
+    "pip": parse_pip,
+    "head": run_in_shell,
+    "kubectl": parse_kubectl,
+    "docker": parse_docker,
+}
 PROGRAM = re.compile(r"(?:python|torchrun|ray|pip|head|git|docker|kubectl|curl|sudo|apt(?:-get)?|cd|export|prlimit) ")
 OTHERS = ("memstore ", "make ")  # tests/integration/cli/test_remedies.py; below
 

@@ -97,8 +97,8 @@ def measure(
     is_unlimited = room.f_blocks == 0  # a tmpfs of size=0
     found, resident = _ray_object_store(proc, device)
     store = max(found, ray_object_store_bytes or 0)
-    limit, used = _tightest_cgroup(proc, Path(cgroup_root))
     held = {each.parent: held_bytes(each.parent) for each in folder.parent.glob("*/arena")} if folder else {}
+    limit, used = _tightest_cgroup(proc, Path(cgroup_root), sum(held.values()))
     return MemoryLimits(
         arena_dir=os.fspath(arena_dir),
         ram_total_bytes=ram_total,
@@ -300,9 +300,9 @@ def _ray_object_store(proc: Path, device: int) -> tuple[int, int]:
     return sum(size for size, _ in seen.values()), sum(resident for _, resident in seen.values())
 
 
-def _tightest_cgroup(proc: Path, root: Path) -> tuple[int | None, int | None]:
+def _tightest_cgroup(proc: Path, root: Path, held: int) -> tuple[int | None, int | None]:
     """Return (limit, used) of the cgroup around us that leaves least, v1 or v2; (None, None) without a limit."""
-    found = [pair for folder in _cgroup_folders(proc, root) if (pair := _cgroup_pair(folder)) is not None]
+    found = [pair for folder in _cgroup_folders(proc, root) if (pair := _cgroup_pair(folder, held)) is not None]
     return min(found, key=lambda pair: pair[0] - pair[1], default=(None, None))
 
 
@@ -327,10 +327,15 @@ def _cgroup_folders(proc: Path, root: Path) -> Iterator[Path]:
             yield top.joinpath(*parts[:depth])
 
 
-def _cgroup_pair(folder: Path) -> tuple[int, int] | None:
-    for limit_name, used_name, cache_name in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+def _cgroup_pair(folder: Path, held: int) -> tuple[int, int] | None:
+    """Return (limit, used) of one cgroup, or None.
+
+    A page of memory belongs to the cgroup that wrote it first. The `held` bytes of arenas that a container before this
+    one wrote are not in this one's count, and yet take room of the pod's: what is missing is added (D304).
+    """
+    for limit_name, used_name, cache_name, shared_name in (
+        ("memory.max", "memory.current", "inactive_file", "shmem"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_shmem"),
     ):
         try:
             limit = (folder / limit_name).read_text(encoding="ascii").strip()
@@ -339,16 +344,17 @@ def _cgroup_pair(folder: Path) -> tuple[int, int] | None:
             continue
         if limit == "max" or int(limit) >= _UNLIMITED_BYTES:
             return None
-        return int(limit), max(0, used - _stat_value(folder, cache_name))
+        elsewhere = max(0, held - _stat_value(folder, shared_name, held))
+        return int(limit), max(0, used - _stat_value(folder, cache_name, 0)) + elsewhere
     return None
 
 
-def _stat_value(folder: Path, name: str) -> int:
+def _stat_value(folder: Path, name: str, unknown: int) -> int:
     try:
         lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
     except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith(name + " ")), 0)
+        return unknown
+    return next((int(line.split()[1]) for line in lines if line.startswith(name + " ")), unknown)
 
 
 # -- arena limit --------------------------------------------------------------------------------------

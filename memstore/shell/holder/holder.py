@@ -80,12 +80,14 @@ def descriptor_stats() -> dict[str, int]:
     return {"descriptors": used, "descriptors_limit": limit, "descriptors_hard": hard, "pid": os.getpid()}
 
 
-def _limit(config: Config, arena_limit_bytes: int, words: str) -> Limit:
+def _limit(folder: Path, config: Config, arena_limit_bytes: int, words: str) -> Limit:
     return Limit(
         arena_limit_bytes,
         words,
         beyond_limit(words),
-        lambda asked, claimed: admission(measure(config.arena_dir), asked_bytes=asked, claimed_bytes=claimed),
+        lambda asked, claimed: admission(
+            measure(config.arena_dir, folder=folder), asked_bytes=asked, claimed_bytes=claimed
+        ),
     )
 
 
@@ -120,7 +122,7 @@ class Holder:
         )
         write_secret(self.folder, secret)
         self.idle = IdleTime(self.folder)
-        limit = _limit(config, arena_limit_bytes, limit_words[0])
+        limit = _limit(self.folder, config, arena_limit_bytes, limit_words[0])
         self.replicas = open_store(self.folder, chunk_bytes=config.chunk_bytes, limit=limit)
         self.journal = JournalFile.open(self.folder / "journal")
         self.fences = JobFences()

@@ -155,7 +155,8 @@ def owner_of(hello: RankHello | ToolHello, pid: int) -> Owner:
     if start is None and isinstance(hello, RankHello):
         raise ConfigError(
             f"the holder cannot see the process that calls itself pid {hello.pid}: it runs in another pid "
-            "namespace. Run ranks in the holder's pid namespace, or with the host's (--pid=host)"
+            "namespace. Run ranks in the holder's container; or give both containers one namespace: in a pod "
+            "`shareProcessNamespace: true`, with docker --pid=host"
         )
     return Owner(max(pid, 0), start or 0, store_number(hello.nonce, hello.life))
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import ssl
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from manifests import composed, pods
 
 from memstore.cli import main
 from memstore.config import Config
@@ -393,6 +395,28 @@ def test_a_key_that_others_can_read_is_refused(members: dict[str, Config], tmp_p
         Tls.load(open_one)
     with pytest.raises(ConfigError, match="cannot be set up"):
         Tls.load(changed(members["a"], tmp_path / "other", key=file_of(members["b"], "key.pem")))
+
+
+def test_a_secret_of_kubernetes_is_copied_so_that_its_key_is_taken(members: dict[str, Config], tmp_path: Path) -> None:
+    """Mounted, its files are links to files of the pod's group; the init container of the manifests makes them ours."""
+    [pod] = [p for p in pods(composed(["tls"])) if any(c["name"] == "ray-worker" for c in p["containers"])]
+    [volume] = [each["secret"] for each in pod["volumes"] if each["name"] == "tls-secret"]
+    mounted, ours = tmp_path / "tls-secret", tmp_path / "tls"
+    (mounted / "..data").mkdir(parents=True)
+    ours.mkdir()
+    for item in volume["items"]:
+        file = mounted / "..data" / item["path"]
+        file.write_bytes(file_of(members["a"], item["path"]).read_bytes())
+        file.chmod(volume["defaultMode"])
+        (mounted / item["path"]).symlink_to(Path("..data") / item["path"])
+    with pytest.raises(ConfigError, match="0440"):
+        Tls.load(Config(tls_dir=str(mounted)))
+    [prepare] = [each for each in pod["initContainers"] if each["name"] == "tls"]
+    command = [
+        word.replace("/tls-secret/", f"{mounted}/").replace(" /tls/", f" {ours}/") for word in prepare["command"]
+    ]
+    subprocess.run(command, check=True)
+    assert tls_of(Config(tls_dir=str(ours))).own_digest == tls_of(members["a"]).own_digest
 
 
 def test_a_key_with_a_password_is_refused_not_asked_for(members: dict[str, Config], tmp_path: Path) -> None:

@@ -45,8 +45,8 @@ def machine(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path)
 
 
-def measured(machine: Path, **arguments: float) -> MemoryLimits:
-    return measure(machine / "shm", cgroup_root=machine / "cgroup", proc_root=machine / "proc", **arguments)  # type: ignore[arg-type]
+def measured(machine: Path, **arguments: Any) -> MemoryLimits:
+    return measure(machine / "shm", cgroup_root=machine / "cgroup", proc_root=machine / "proc", **arguments)
 
 
 def write_cgroup(folder: Path, limit: str, used: int, *, v2: bool, cache: int = 0) -> None:
@@ -75,6 +75,22 @@ def test_tightest_cgroup_counts(machine: Path, v2: bool, no_limit: str) -> None:
     write_cgroup(parent, str(6 * GIB), 5 * GIB, v2=v2, cache=GIB)
     limits = measured(machine)
     assert (limits.cgroup_limit_bytes, limits.cgroup_used_bytes) == (6 * GIB, 4 * GIB)
+
+
+@pytest.mark.parametrize("v2", [True, False])
+def test_an_arena_that_an_earlier_container_wrote_takes_room_in_this_one(machine: Path, v2: bool) -> None:
+    """Its pages are in the count of the cgroup that is gone; those that are in this one's are not counted twice."""
+    folder = machine / "shm" / "memstore-0" / "default" / "h1"
+    folder.mkdir(parents=True)
+    (folder / "arena").write_bytes(b"x" * (8 << 20))
+    held = (folder / "arena").stat().st_blocks * 512
+    own = machine / "cgroup" / "x" / "y" if v2 else machine / "cgroup" / "memory" / "a" / "b"
+    for shared, counted in ((0, 5 * held), (held // 2, 5 * held - held // 2), (held, 4 * held), (3 * held, 4 * held)):
+        write_cgroup(own, str(4 * GIB), 4 * held, v2=v2)
+        with (own / "memory.stat").open("a") as stat:
+            stat.write(f"{'shmem' if v2 else 'total_shmem'} {shared}\n")
+        limits = measured(machine, folder=folder)
+        assert (limits.held_bytes, limits.cgroup_used_bytes) == (held, counted), shared
 
 
 def test_container_cgroup_at_the_mount_root(machine: Path) -> None:

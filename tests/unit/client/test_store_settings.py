@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import socket
@@ -15,9 +16,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from memstore.cli import main
 from memstore.client.connect import check_store_fields
-from memstore.config import Config
+from memstore.config import Config, check_config
 from memstore.core.arena.slot_table import SlotState
 from memstore.core.cluster.state import Rules
 from memstore.core.format.manifest import chunk_sizes
@@ -28,6 +31,7 @@ from memstore.core.wire.orders import PushTargets
 from memstore.core.wire.reports import Heartbeat, HolderMessage, HostInventory, decode_holder_message
 from memstore.errors import ConfigError, PeerTimeout
 from memstore.shell import identity
+from memstore.shell.arena.folder import make_folder
 from memstore.shell.controller import Controller
 from memstore.shell.holder.holder import Holder
 from memstore.shell.holder.scrub import IDLE_S, Scrubber
@@ -266,6 +270,27 @@ def test_one_word_says_how_soon_a_silent_host_is_dead() -> None:
     for bad in ("quick", 0, 0.05, 4000, True, None, "5"):
         with pytest.raises(ConfigError, match="'fast', 'normal', 'slow'"):
             _detecting(bad)
+
+
+def test_a_container_says_once_where_its_arenas_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the library where a caller gives no folder, and for the commands; a folder that is given counts."""
+    there, other = str(tmp_path / "there"), str(tmp_path / "other")
+    store = scratch_store_name()
+    for each in (there, other):
+        make_folder_of(each, store)
+    assert check_config(None).arena_dir == Config.arena_dir
+    monkeypatch.setenv("MEMSTORE_ARENA_DIR", there)
+    assert check_config(None) == check_config(Config()) == Config(arena_dir=there)
+    assert check_config(Config(replicas=3)) == Config(replicas=3, arena_dir=there)
+    assert check_config(Config(arena_dir=other)).arena_dir == other
+    for arguments, found in (([], there), (["--arena-dir", other], other)):
+        said = CliRunner().invoke(main, ["down", "--leftovers", "--json", "--store", store, *arguments])
+        assert [Path(row["folder"]).parents[2] for row in json.loads(said.stdout)["arenas"]] == [Path(found)]
+
+
+def make_folder_of(arena_dir: str, store: str) -> None:
+    Path(arena_dir).mkdir(mode=0o700)
+    make_folder(arena_dir, store=store, host="h1")
 
 
 def _detecting(value: Any) -> Config:
