@@ -245,6 +245,24 @@ def nodes_by_host(config: Config) -> dict[str, int]:
     return dict(Counter(described["hosts"].values()))
 
 
+def store_facts(config: Config) -> dict[str, Any]:
+    """Return what `ClusterFacts` has of the store, if it runs on the joined cluster; else nothing."""
+    actor = _controller(config)
+    if actor is None:
+        return {}
+    facts: dict[str, Any] = {"is_running": True}
+    try:
+        seen = _describe(actor, time.monotonic() + ASK_S, ASK_S)
+        running = facts["config"] = config.with_fields(seen["fields"])
+        missing = [node for node in seen["nodes"] if seen["hosts"].get(node) not in seen["connected"]]
+        facts["without_holder"] = {node: seen["errors"].get(node, "it is being started") for node in missing}
+        _check_fields(config, seen["fields"])
+        facts["problems"] = dict(Counter(row.severity for row in ask(AskStatus(), config=running).problems))
+    except MemstoreError as error:
+        facts["store_problem"] = str(error)
+    return facts
+
+
 def stores_on_ray() -> list[str]:
     """Return the names of the stores whose controller runs on the Ray cluster."""
     actors = ray.util.list_named_actors(all_namespaces=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import click
 
@@ -44,17 +45,34 @@ RELEASE_S = 10.0  # a holder that is stopping gives its lock up within this
 # -- up ---------------------------------------------------------------------------------------
 
 
+R = TypeVar("R")
+
+
+def start_options(verb: Callable[..., R]) -> Callable[..., R]:
+    """Add --address and the settings that a store is started with; the verb gets them for `store_config`."""
+    for option in reversed(START_OPTIONS):
+        verb = option(verb)
+    return verb
+
+
+START_OPTIONS = (
+    click.option("--address", metavar="ADDRESS", help="Ray cluster; default: the one this machine belongs to."),
+    click.option("--arena-bytes", metavar="SIZE", help='Memory per host, such as "64GiB"; default: measured.'),
+    click.option("--chunk-bytes", metavar="SIZE", help='Unit of storage and transfer, such as "4MiB".'),
+    click.option("--interface", metavar="NAME", help="Network of copies: a name or a CIDR; or several, with commas."),
+    click.option("--port", type=int, metavar="PORT", help="Port of every holder; default: any free one."),
+    click.option("--failure-domains", metavar="LABELS", help='Node labels, coarsest first, such as "zone,rack".'),
+    click.option(
+        "--tls-dir", envvar="MEMSTORE_TLS_DIR", metavar="DIR", help="TLS: cert.pem, key.pem and ca.pem in it."
+    ),
+    click.option("--replicas", type=int, metavar="N", help="Copies of each shard, for jobs that do not say."),
+    click.option("--keep-steps", type=int, metavar="N", help="Committed steps kept, for jobs that do not say."),
+    click.option("--durable", metavar="DIR", help="Durable storage (a path or URL), for jobs that do not say."),
+)
+
+
 @click.command(short_help="Start the store on a Ray cluster.")
-@click.option("--address", metavar="ADDRESS", help="Ray cluster; default: the one this machine belongs to.")
-@click.option("--arena-bytes", metavar="SIZE", help='Memory per host, such as "64GiB"; default: measured.')
-@click.option("--chunk-bytes", metavar="SIZE", help='Unit of storage and transfer, such as "4MiB".')
-@click.option("--interface", metavar="NAME", help="Network of copies: a name or a CIDR; or several, with commas.")
-@click.option("--port", type=int, metavar="PORT", help="Port of every holder; default: any free one.")
-@click.option("--failure-domains", metavar="LABELS", help='Node labels, coarsest first, such as "zone,rack".')
-@click.option("--tls-dir", envvar="MEMSTORE_TLS_DIR", metavar="DIR", help="TLS: cert.pem, key.pem and ca.pem in it.")
-@click.option("--replicas", type=int, metavar="N", help="Copies of each shard, for jobs that do not say.")
-@click.option("--keep-steps", type=int, metavar="N", help="Committed steps kept, for jobs that do not say.")
-@click.option("--durable", metavar="DIR", help="Durable storage (a path or URL), for jobs that do not say.")
+@start_options
 @click.option("--durable-check", metavar="DIR", help="Refuse to start if DIR (or a URL) cannot be written from here.")
 @click.option("--wait", "hosts_count", type=click.IntRange(min=1), metavar="N", help="Wait until N hosts are up.")
 @click.option("--timeout-s", type=Seconds(), default=120.0, show_default=True, help="Longest wait for all of it.")

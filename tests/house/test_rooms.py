@@ -52,7 +52,7 @@ SHELL: dict[str, str] = {
     "peer": "arena net threads",
     "holder": "arena durable identity native net peer threads",
     "controller": "net",
-    "on_ray": "arena controller holder identity net rank",
+    "on_ray": "arena controller durable holder identity net rank",
 }
 DRILLS: dict[str, str] = {
     "model": "",

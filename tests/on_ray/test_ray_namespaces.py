@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
+from click.testing import CliRunner
 
 ray = pytest.importorskip("ray")
 
 from ray_job import ray_job  # noqa: E402
 
+from memstore.cli import main  # noqa: E402
 from memstore.config import MIB, Config  # noqa: E402
 from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
 from memstore.testing.clusters.namespaces import NamespaceRig, available  # noqa: E402
@@ -71,3 +74,19 @@ def test_a_host_that_is_cut_off_is_done_without_and_taken_back(cluster: Embedded
     wait_for(lambda: not zombies & set(rig.processes("h1")), "the raylet that Ray gave up to end", timeout_s=60)
     cluster.add_node("h1")
     wait_for(lambda: job.newest().copies == 2, "the second copies")
+
+
+def test_the_doctor_names_a_link_that_is_cut_and_one_that_is_slow() -> None:
+    """Five hosts in a ring, each with a network of its own: a firewall between two, and a cable of 80 Mbit/s."""
+    hosts = {f"h{at}": {"rack": f"r{at}"} for at in range(5)}
+    with NamespaceRig(list(hosts)[1:]) as rig, EmbeddedCluster(hosts, has_store=False, cpus_per_host=1, rig=rig):
+        rig.block("h1", "h2")
+        rig.shape("h4", 80_000_000)
+        typed = f"doctor --store {scratch_store_name('d')} --interface {rig.network} --arena-bytes 64MiB"
+        result = CliRunner().invoke(main, [*typed.split(), "--timeout-s", "120", "--json"])
+        assert result.exit_code == 1, result.output
+        links = [row for row in json.loads(result.stdout)["findings"] if row["subject"] == "link"]
+        [cut] = [row["what"] for row in links if row["level"] == "FAIL"]
+        slow = {row["what"].partition(" carries")[0] for row in links if row["level"] == "WARN"}
+        assert cut.startswith("h2 cannot be reached from h1: ")
+        assert slow == {"h3 to h4", "h4 to h3", "h4 to h0", "h0 to h4"}

@@ -63,5 +63,11 @@ class DurableFiles(Protocol):
     def tidy(self, job: str, step: StepId) -> None:
         """Remove the partial files of a crash."""
 
-    def probe(self) -> None:
-        """Raise ConfigError, with place, cause and remedy, unless a file can be written here."""
+    def probe(self, name: str = "", *, is_kept: bool = False) -> None:
+        """Write a file, read it back and remove it, unless it is to be kept; of a name of its own if none is given.
+
+        ConfigError, with place, cause and remedy: it cannot be written here, or reads otherwise.
+        """
+
+    def probes(self) -> set[str]:
+        """Return the names of the probes that are there: hosts of one storage see one another's."""

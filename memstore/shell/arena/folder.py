@@ -60,7 +60,7 @@ def make_folder(arena_dir: str | os.PathLike[str], *, store: str, host: str) -> 
     levels = (folder.parent.parent, folder.parent, folder)
     for _ in range(100):  # a `destroy` in another process may remove an empty parent between two mkdirs
         try:
-            _check_root(folder.parent.parent.parent)
+            check_root(folder.parent.parent.parent)
             for level in levels:
                 if not os.path.lexists(level):
                     Path(level).mkdir(mode=0o700, exist_ok=True)
@@ -88,7 +88,7 @@ def check_folder(folder: str | os.PathLike[str]) -> Path:
             f"{path} is not an arena folder of user {os.geteuid()}: want .../memstore-<uid>/<store>/<host>"
         )
     try:
-        _check_root(path.parent.parent.parent)
+        check_root(path.parent.parent.parent)
         for level in (path.parent.parent, path.parent, path):
             check_level(level)
     except FileNotFoundError as error:
@@ -187,8 +187,8 @@ def write_secret(folder: Path, secret: bytes) -> None:
         os.close(fd)
 
 
-def _check_root(root: Path) -> None:
-    """Refuse an arena_dir where a stranger could swap our folder for another."""
+def check_root(root: Path) -> None:
+    """Raise ConfigError for an arena_dir where a stranger could swap our folder for another."""
     status = os.lstat(root)
     if not stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"arena_dir {root} is not a folder")

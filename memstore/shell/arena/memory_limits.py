@@ -91,7 +91,7 @@ def measure(
             f"arena_dir={os.fspath(arena_dir)!r} cannot be used: {error.strerror}; set arena_dir"
         ) from error
     proc = Path(proc_root)
-    meminfo = _meminfo(proc)
+    meminfo = meminfo_bytes(proc)
     ram_total = meminfo["MemTotal"]
     ram_available = meminfo.get("MemAvailable", meminfo.get("MemFree", 0))
     is_unlimited = room.f_blocks == 0  # a tmpfs of size=0
@@ -268,7 +268,7 @@ def _remedies(limits: MemoryLimits, table: tuple[MemoryLimit, ...], growth: int)
     yield "spread the job over more hosts, or lower replicas or keep_steps, if either is above 1"
 
 
-def _meminfo(proc: Path) -> dict[str, int]:
+def meminfo_bytes(proc: Path) -> dict[str, int]:
     """Return /proc/meminfo in bytes."""
     try:
         lines = (proc / "meminfo").read_text(encoding="ascii").splitlines()

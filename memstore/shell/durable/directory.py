@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from pathlib import Path
 
 from memstore.core.durable.paths import is_step_number, step_path
 from memstore.core.durable.storage_ports import DurableFiles, DurableReader, Wrote
-from memstore.errors import ConfigError, MemstoreError
+from memstore.errors import ConfigError, IntegrityError, MemstoreError
 from memstore.shell.durable.files import (
+    PROBE_TEXT,
     TEMP_PREFIX,
     is_folder,
     mapped,
@@ -30,7 +32,7 @@ from memstore.shell.durable.files import (
 )
 from recovery.inventory import StepId
 
-_PROBE = ".probe"  # starts with a dot, as no job does
+_PROBE = ".probe-"  # starts with a dot, as no job does
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
@@ -63,14 +65,20 @@ class DirectoryFiles(DurableFiles):
         """Return a path for messages; see `step_path`."""
         return step_path(self.where, job, *names)
 
-    def probe(self) -> None:
-        """Create the folder if only its last name is missing, then write, sync and remove a file in it."""
+    def probe(self, name: str = "", *, is_kept: bool = False) -> None:
+        """Create the folder if only its last name is missing, then write, sync, read and remove a file in it."""
+        file, text = _PROBE + (name or secrets.token_hex(8)), bytearray(len(PROBE_TEXT))
         try:
             with suppress(FileExistsError):
                 os.mkdir(self.where, 0o700)
             with self._folder() as root:
-                write_file(root, _PROBE, [b"memstore"], lambda: False)
-                unlink_if_there(root, _PROBE)
+                write_file(root, file, [PROBE_TEXT], lambda: False)
+                with opened_file(root, file, self.where) as (fd, _):
+                    read_all(fd, memoryview(text), 0)
+                if not is_kept:
+                    unlink_if_there(root, file)
+            if text != PROBE_TEXT:
+                raise IntegrityError(f"{file} reads otherwise than it was written")
         except (OSError, MemstoreError) as exc:
             cause = exc if isinstance(exc, OSError) else exc.__cause__
             name = errno.errorcode.get(getattr(cause, "errno", 0) or 0, "no errno")
@@ -81,6 +89,11 @@ class DirectoryFiles(DurableFiles):
                 path=self.where,
                 errno_name=name,
             ) from exc
+
+    def probes(self) -> set[str]:
+        """Return the names of the probes that lie in the folder."""
+        with mapped("list", self.where), self._folder() as root:
+            return {name.removeprefix(_PROBE) for name in os.listdir(root) if name.startswith(_PROBE)}
 
     def write(
         self,

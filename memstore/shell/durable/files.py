@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from memstore.errors import CapacityError, ConfigError, IntegrityError, MemstoreError, TransportError
 
 TEMP_PREFIX = ".tmp-"  # no job, step, part or marker starts with a dot
+PROBE_TEXT = b"memstore"
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe left in the way must not hang the open
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

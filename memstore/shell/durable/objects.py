@@ -21,6 +21,7 @@ from memstore.core.durable.paths import is_step_number, step_path
 from memstore.core.durable.slice_format import SLICE_LIMIT_BYTES
 from memstore.core.durable.storage_ports import DurableFiles, DurableReader, Wrote
 from memstore.errors import CapacityError, ConfigError, IntegrityError, MemstoreError, TransportError
+from memstore.shell.durable.files import PROBE_TEXT
 from recovery.inventory import StepId
 
 if TYPE_CHECKING:
@@ -56,15 +57,18 @@ class ObjectFiles(DurableFiles):
         """Return an URL for messages; see `step_path`."""
         return step_path(self.where, job, *names)
 
-    def probe(self) -> None:
+    def probe(self, name: str = "", *, is_kept: bool = False) -> None:
         """Write an object, read it back and remove it."""
         import obstore
 
-        key = f"{_PROBE}-{secrets.token_hex(8)}"
+        key = f"{_PROBE}/{name or secrets.token_hex(8)}"
         try:
             with mapped("write", f"{self.where}/{key}"):
-                obstore.put(self.store, key, b"memstore", use_multipart=False)
-                obstore.delete(self.store, key)
+                obstore.put(self.store, key, PROBE_TEXT, use_multipart=False)
+                if bytes(obstore.get(self.store, key).bytes()) != PROBE_TEXT:
+                    raise IntegrityError(f"{key} reads otherwise than it was written")
+                if not is_kept:
+                    obstore.delete(self.store, key)
         except MemstoreError as exc:
             raise ConfigError(
                 f"durable={self.where!r} cannot be written on this host: {exc}; "
@@ -72,6 +76,14 @@ class ObjectFiles(DurableFiles):
                 "delete, or choose another place",
                 path=self.where,
             ) from exc
+
+    def probes(self) -> set[str]:
+        """Return the names of the probes that are there."""
+        import obstore
+
+        with mapped("list", f"{self.where}/{_PROBE}"):
+            found = [str(meta["path"]) for metas in obstore.list(self.store, _PROBE) for meta in metas]
+        return {name.removeprefix(_PROBE + "/") for name in found}
 
     def write(
         self,

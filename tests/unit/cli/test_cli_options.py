@@ -57,6 +57,8 @@ def test_a_hostname_names_its_only_host() -> None:
         ("up --timeout-s soon", "timeout_s='soon' is no time"),
         ("drill run --timeout-s nan", "timeout_s=nan is no time"),
         ("drill run --timeout-s -1", "-1 s is too short: use 1 s or more"),
+        ("doctor --durable ckpt", "is not an absolute path"),
+        ("doctor --timeout-s 0", "0 s is too short: use 1 s or more"),
         ("up --timeout-s -1", "-1 s is too short: use 0 s or more"),
         (f"drill kill-holder --embedded --durable {__file__}", "is no directory"),
     ],

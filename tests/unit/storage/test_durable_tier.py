@@ -340,6 +340,18 @@ def test_probe_leaves_nothing(tier: PartsTier) -> None:
     assert markers_of(tier, JOB) == ([], [])
 
 
+def test_hosts_of_one_place_see_one_anothers_probes(url: str) -> None:
+    """A file that is kept until the others have looked, and then removed by the same call."""
+    one, other = files_from_url(url), files_from_url(url)
+    one.probe("a", is_kept=True)
+    other.probe("b", is_kept=True)
+    assert one.probes() == other.probes() == {"a", "b"}
+    one.probe("a")
+    assert other.probes() == {"b"}
+    other.probe("b")
+    assert one.probes() == set()
+
+
 def test_a_place_that_is_not_there_is_never_an_empty_history(url: str) -> None:
     """An unmounted share or a bucket that is gone is an error that says so, not a job that no process knows (R23)."""
     gone = url.replace("bucket", "no-such-bucket") if "://" in url else url + "/unmounted"

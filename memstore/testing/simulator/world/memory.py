@@ -352,8 +352,12 @@ class DurableStorage(DurableFiles):
     def tidy(self, job: str, step: StepId) -> None:
         """Do nothing: a file is never partial."""
 
-    def probe(self) -> None:
+    def probe(self, name: str = "", *, is_kept: bool = False) -> None:
         """Do nothing."""
+
+    def probes(self) -> set[str]:
+        """Return none: a simulated host is not examined."""
+        return set()
 
     def lost(self, job: str) -> dict[StepId, set[str]]:
         """Return what the markers of a job need of older steps, and is not there."""
