@@ -7,12 +7,17 @@ import importlib
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from memstore.cli.offline import progress_bar
 from memstore.cli.options import Where, WholeNumber, config_or_usage, step_or_pin, store_options
 from memstore.cli.output import ExitCode, plural, print_json, say, size_text
 from memstore.config import Config
+
+if TYPE_CHECKING:
+    from memstore.shell.durable.tier import PartsTier
 
 NAMES_SHOWN = 10
 
@@ -88,33 +93,51 @@ def export(
             say(f"  {what}: {len(names) - NAMES_SHOWN} more, see memstore.json there")
 
 
-@click.command("import", short_help="Make a new job out of a DCP directory.")
+@click.command("import", short_help="Make a job out of a DCP directory, or of what hosts salvaged.")
 @click.argument("job")
-@click.argument("directory", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("directories", metavar="DIRECTORY...", nargs=-1, required=True)
 @click.option("--step", type=WholeNumber(), metavar="N", help="Its number.  [default: as exported, else 0]")
 @click.option("--replicas", type=int, metavar="N", help="Copies of each shard.  [default: the store's]")
 @click.option("--durable", metavar="DIR", help="Durable storage of the job; waits until the step is there.")
+@click.option("--uncommitted", is_flag=True, help="Salvaged: also take a whole step that was never committed.")
 @store_options
 @click.pass_context
 def import_(
     ctx: click.Context,
     config: Config,
     job: str,
-    directory: Path,
+    directories: tuple[str, ...],
     step: int | None,
     replicas: int | None,
     durable: str | None,
+    uncommitted: bool,
     as_json: bool,
 ) -> None:
     """Commit the DCP directory DIRECTORY as a step of the new JOB, for `dcp.load` and `store.dcp_reader()`.
 
-    Exits with 4 if the step has fewer copies than asked.
+    Of folders that `memstore salvage` wrote (or one in which they lie), the newest whole step of JOB goes into the
+    durable storage --durable, whatever only parity has decoded; no store is needed. Any launch with that storage
+    restores it. Exits with 4 if the step has fewer copies than asked.
     """
+    from memstore.exchange.salvaging import places_in
+
+    for name in directories:
+        if "://" not in name and not Path(name).is_dir():
+            raise click.UsageError(f"Directory {name!r} does not exist.")
+    if places := places_in(job, directories):
+        if durable is None or (step, replicas) != (None, None):
+            raise click.UsageError("what hosts salvaged goes into storage: give --durable, no --step or --replicas")
+        _merge(job, places, durable, uncommitted, as_json)
+        return
+    if len(directories) > 1 or uncommitted:
+        raise click.UsageError(
+            f"none of the folders has what hosts salvaged of job {job!r}, and a DCP directory is one"
+        )
     from memstore.exchange.importing import import_job
 
     fields = {name: value for name, value in (("replicas", replicas), ("durable", durable)) if value is not None}
     given = config_or_usage(store=config.store, arena_dir=config.arena_dir, **fields)
-    made = import_job(job, directory, config=given, step=step)
+    made = import_job(job, Path(directories[0]), config=given, step=step)
     if as_json:
         print_json(made)
     else:
@@ -122,6 +145,23 @@ def import_(
         if made["degraded"]:
             say(f"degraded: {made['degraded']}")
     ctx.exit(ExitCode.DEGRADED if made["degraded"] else ExitCode.FINE)
+
+
+def _merge(job: str, places: list[PartsTier], durable: str, has_uncommitted: bool, as_json: bool) -> None:
+    from memstore.exchange.salvaging import merge, open_place
+
+    with progress_bar(f"writing {job}") as progress:
+        made = merge(job, places, open_place(durable), has_uncommitted=has_uncommitted, progress=progress)
+    if as_json:
+        print_json(made)
+        return
+    state = "committed" if made["is_committed"] else "never committed"
+    say(
+        f"step {made['step']:,} of {job} (attempt {made['attempt']}, {plural(made['world_size'], 'rank')}, {state}) is "
+        f"whole in {made['durable']}: {size_text(made['nbytes'])}, {plural(made['decoded'], 'chunk')} decoded from "
+        f'parity, every digest ok. `connect({job!r}, durable="{made["durable"]}")` restores it'
+    )
+    say(made["why"])
 
 
 VERBS = (export, import_)

@@ -57,7 +57,7 @@ class Where:
             raise PeerTimeout(
                 f"the controller of store {self.config.store!r} did not answer {verb!r} within {timeout_s:g} s, though "
                 "a holder does: it is down, or still rebuilding. Ray restarts it by itself; if it stays away, "
-                "run `memstore up`. What is stored is not touched by this",
+                "run `memstore up`. What is stored is not touched by this: `memstore status --offline` shows it",
                 operation=verb,
                 waited_s=timeout_s,
                 limit_s=timeout_s,
@@ -66,9 +66,11 @@ class Where:
             if self.address is not None:
                 raise
             from memstore.admin.stores import others_where_none_is
+            from memstore.shell.rank.admin_link import host_folders
 
             others = others_where_none_is(self.config)
-            raise PeerUnreachable(f"{error}, or name its Ray cluster with --address{others}") from error
+            rest = "; without Ray: `memstore status --offline`" if host_folders(self.config) else ""
+            raise PeerUnreachable(f"{error}, or name its Ray cluster with --address{rest}{others}") from error
 
     def status(self, job: str | None = None) -> Status:
         """Return the controller's status; the commands that it advises name the store.

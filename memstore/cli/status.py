@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from memstore.cli.offline import offline_option, show_offline
 from memstore.cli.options import Where, where_options
 from memstore.cli.output import ExitCode, age_text, count_text, data_console, plain_table, plural, print_json, size_text
 from memstore.config import Config
@@ -34,10 +35,15 @@ STYLES = {UNRECOVERABLE: "bold red", STOPPED: "bold red", DEGRADED: "yellow"}
     is_flag=True,
     help="Exit with 5 if a job is not closed and does not train, 4 if something is degraded, 3 if something is lost.",
 )
+@offline_option
 @where_options
 @click.pass_context
-def status(ctx: click.Context, where: Where, watch: bool, check: bool, as_json: bool) -> None:
+def status(ctx: click.Context, where: Where, watch: bool, check: bool, offline: bool, as_json: bool) -> None:
     """Show what would be lost if something died now, the hosts, and every problem with its remedy."""
+    if offline:
+        if watch or check:
+            raise click.UsageError("--offline reads files, once: --watch and --check ask the controller")
+        ctx.exit(show_offline(where.config, None, as_json))
     if watch and check:
         raise click.UsageError("--check exits with what it found, --watch never ends: give one of them")
     if watch:

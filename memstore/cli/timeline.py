@@ -13,6 +13,7 @@ from itertools import groupby
 import click
 from rich.table import Table
 
+from memstore.cli.offline import offline_option, show_offline
 from memstore.cli.options import Where, where_options
 from memstore.cli.output import age_text, count_text, data_console, plain_table, plural, print_json, say, size_text
 from memstore.core.wire.replies import job_fields
@@ -24,12 +25,16 @@ KEYS = ("job", "attempt", "replicas", "keep_steps", "in_flight", "origin", "pins
 
 @click.command(short_help="The timeline of a job: attempts, steps, pins.")
 @click.argument("job", required=False)
+@offline_option
 @where_options
-def ls(where: Where, job: str | None, as_json: bool) -> None:
+@click.pass_context
+def ls(ctx: click.Context, where: Where, job: str | None, offline: bool, as_json: bool) -> None:
     """Draw the timeline of JOB, or of every job, newest first: steps, and where each attempt began.
 
     "*" is the lineage that get() and training go on from; "| o" are steps that a rewind or a fresh start left behind.
     """
+    if offline:
+        ctx.exit(show_offline(where.config, job, as_json))
     jobs = [row for row in where.status(job).jobs if job in (None, row.job)]
     if as_json:
         print_json({"jobs": [{key: fields.get(key) for key in KEYS} for fields in map(job_fields, jobs)]})

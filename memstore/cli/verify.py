@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import click
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from memstore.cli.offline import offline_option, show_offline
 from memstore.cli.options import Where, where_options
 from memstore.cli.output import ExitCode, data_console, plain_table, plural, print_json, size_text, words_console
 from memstore.cli.plan import outcome
@@ -32,14 +33,17 @@ class HostAnswer:
 
 @click.command(short_help="Re-digest everything that is stored.")
 @click.argument("job", required=False)
+@offline_option
 @where_options
 @click.pass_context
-def verify(ctx: click.Context, where: Where, job: str | None, as_json: bool) -> None:
+def verify(ctx: click.Context, where: Where, job: str | None, offline: bool, as_json: bool) -> None:
     """Re-digest every stored chunk and manifest, of JOB or of all jobs; damaged ones are rebuilt from a copy.
 
     Exits with 0 if every byte is right, 4 if some were damaged or a host did not answer but every committed step
     can still be restored, 3 if one cannot.
     """
+    if offline:
+        ctx.exit(show_offline(where.config, job, as_json, has_digests=True))
     status = where.status(job)
     names = [job] if job is not None else [row.job for row in status.jobs]
     answer = _ask_with_spinner(where, job, status)

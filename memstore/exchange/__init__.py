@@ -1,4 +1,4 @@
-"""Out and in: a committed step as a folder of stock files, and a DCP directory as the step of a new job.
+"""Out and in: a committed step as a folder of stock files, a DCP directory as the step of a job, arenas without Ray.
 
     dcp           A directory that dcp.load reads, with any world size, written by torch's FileSystemWriter. A step of
                   store.put: DTensors are parts of their global tensor; all else is the first rank's under DCP's
@@ -10,5 +10,5 @@ whole or absent; `memstore.json` in it says what it is and what is not in it. By
 store and before they are written; one rank's shard of a put step is in this memory at a time, of a DCP step 256 MiB.
 An import reads with torch's FileSystemReader, and unpickles nothing but a list of harmless classes.
 
-Reading order: `step_items`, `exporting`, `importing`.
+Reading order: `step_items`, `exporting`, `importing`; `salvaging`, which needs none of them, no torch and no store.
 """

@@ -37,6 +37,7 @@ CORE: dict[str, str] = {
     "history": "attempts capacity cluster durable journal restore targets wire",
     "report": "attempts capacity cluster commits durable history journal repair restore schedule targets wire",
     "controller": ("attempts capacity cluster commits durable history journal repair report restore targets wire"),
+    "salvage": "arena cluster controller format journal",
 }
 SHELL: dict[str, str] = {
     "threads": "",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
-from parity_hosts import ATTEMPT, JOB, STEP, RankShard
+from parity_sums import rows_by_definition
 
+from memstore.core.arena.parity_rows import IncomingParity
 from memstore.core.arena.replica_index import StoredReplica
+from memstore.core.arena.replica_store import Store
 from memstore.core.arena.slot_table import PeerShare
-from memstore.core.format.manifest import chunk_digest
+from memstore.core.format.manifest import Chunk, Manifest, chunk_digest, decode_manifest, encode_manifest, shard_digest
 from memstore.core.holder.puts import push
 from memstore.core.holder.puts.push import Push
 from memstore.core.wire.codec import decode_reply
@@ -30,11 +34,93 @@ from memstore.core.wire.peer_messages import (
     ShardHost,
     decode_lacking,
 )
+from memstore.errors import PeerUnreachable
 from memstore.shell.holder.holder import Holder
 from memstore.shell.net.listener import connect_tcp
+from memstore.shell.peer.chunk_frames import Damage
 from memstore.shell.peer.client import PeerClient
+from memstore.shell.peer.parity import OtherHolder, ParityServer
 from recovery.inventory import Copy, ShardId
 from recovery.parity import ParitySet
+
+JOB, ATTEMPT, STEP = "train", 1, 2
+
+
+@dataclass(frozen=True)
+class RankShard:
+    """The shard of a rank."""
+
+    rank: int
+    chunks: tuple[bytes, ...]
+    manifest: bytes
+
+    @classmethod
+    def of(cls, rank: int, nbytes: int, chunk_bytes: int, *, seed: int = 0, layout: bytes = b"") -> RankShard:
+        """Fill a shard with bytes that no other rank has."""
+        data = random.Random(f"{seed} {rank}").randbytes(nbytes)
+        chunks = tuple(data[at : at + chunk_bytes] for at in range(0, nbytes, chunk_bytes))
+        return cls.made(ShardId(JOB, ATTEMPT, STEP, rank), chunks, chunk_bytes, layout)
+
+    @classmethod
+    def made(cls, shard: ShardId, chunks: tuple[bytes, ...], chunk_bytes: int, layout: bytes = b"") -> RankShard:
+        """Make a shard of these chunks."""
+        rows = tuple(Chunk(chunk_digest(chunk), len(chunk)) for chunk in chunks)
+        nbytes = sum(map(len, chunks))
+        return cls(shard.rank, chunks, encode_manifest(Manifest(shard, 64, layout, nbytes, chunk_bytes, rows)))
+
+    def next_step(self, changed: Mapping[int, bytes], chunk_bytes: int) -> RankShard:
+        """Return it at the next step, with some chunks changed."""
+        chunks = tuple(changed.get(at, chunk) for at, chunk in enumerate(self.chunks))
+        return self.made(replace(self.shard, step=self.shard.step + 1), chunks, chunk_bytes)
+
+    @property
+    def shard(self) -> ShardId:
+        """Return its id."""
+        return decode_manifest(self.manifest).shard
+
+    @property
+    def digest(self) -> str:
+        """Return its digest."""
+        return shard_digest(self.manifest)
+
+    def at(self, ranks: ParitySet, owner: int) -> list[int]:
+        """Return its chunks that are added into the parity of another rank."""
+        return [*ranks.rows_at(owner, self.rank, len(self.chunks))]
+
+    def name_in(self, parity: IncomingParity) -> None:
+        """Note that it is in the parity whole, as its seal does."""
+        assert not parity.lacking(self.rank, decode_manifest(self.manifest))
+        parity.named[self.rank] = decode_manifest(self.manifest), self.manifest
+
+
+def rows_of(ranks: ParitySet, owner: int, shards: Mapping[int, RankShard]) -> list[bytes]:
+    """Return a rank's rows by definition."""
+    chunk_bytes = decode_manifest(shards[owner].manifest).chunk_bytes
+    return rows_by_definition(ranks, owner, {rank: shards[rank].chunks for rank in ranks.ranks}, chunk_bytes)
+
+
+def open_parity(replicas: Store, ranks: ParitySet, owner: int, shards: Mapping[int, RankShard]) -> IncomingParity:
+    """Begin the parity of a rank, as the offers of all others do."""
+    parity = IncomingParity(ShardId(JOB, ATTEMPT, STEP, owner, is_parity=True), ranks, ATTEMPT, 0.0)
+    parity.rows_count = max(ranks.rows_count(len(shards[rank].chunks)) for rank in ranks.others(owner))
+    replicas.index.parity[parity.shard] = parity
+    return parity
+
+
+def nowhere(host: str) -> OtherHolder:
+    """Reach no other holder."""
+    raise PeerUnreachable(f"host {host} is not there", host=host)
+
+
+def no_parity(replicas: Store, reach: Callable[[str], OtherHolder] = nowhere) -> ParityServer:
+    """Return the parity of a host to which none has come."""
+    return ParityServer(
+        replicas, "a", is_fenced=lambda *_: False, on_sealed=lambda copy: None, damage=Damage(), reach=reach
+    )
+
+
+# -- a set of real holders --
+
 
 CHUNK_BYTES = 64 << 10
 HOSTS = "abcdef"  # of ranks 0, 1, ...

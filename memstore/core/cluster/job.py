@@ -18,6 +18,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 from memstore.core.cluster.facts import AttemptOpened, JobBranched, StepCommitted, StepPinned, StepRetired
 from memstore.core.schedule import Pace, PutCosts
 from memstore.core.wire.codec import Request
+from memstore.core.wire.orders import Lineage
 from memstore.core.wire.replies import Reply
 from memstore.core.wire.status_rows import ReplacedRow
 from placement.groups import Placement
@@ -405,6 +406,12 @@ class Job:
         """Return when each attempt up to this one was opened, if known: it tells runs of one name apart (R31)."""
         own = {a.attempt_number: a.opened_s for a in self.attempts.values() if a.opened_s is not None}
         return [(n, opened_s) for n, opened_s in sorted({**self.past_opened_s, **own}.items()) if n <= attempt_number]
+
+    def lineage_of(self, attempt_number: int) -> Lineage:
+        """Return what a marker says of an attempt; of one that no fact knows its number alone."""
+        attempt = self.attempts.get(attempt_number)
+        parent, parent_step = (attempt.parent, attempt.parent_step) if attempt is not None else (None, None)
+        return Lineage(attempt_number, parent, parent_step, tuple(self.opened_moments(attempt_number)))
 
     def is_abandoned(self, step: StepId) -> bool:
         """Return whether some rank skipped the step, or a skip made all ranks pass over it (R12)."""

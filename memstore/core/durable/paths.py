@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import xxhash
+
 from memstore.core.wire.orders import DurablePlace
 from memstore.errors import ConfigError
 from recovery.inventory import DurableMarker
@@ -14,7 +16,7 @@ from recovery.inventory import DurableMarker
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z", re.ASCII)
 _NUMBER = re.compile(r"(?:0|[1-9][0-9]{0,17})\Z", re.ASCII)
 _FILE = re.compile(
-    r"marker\Z|rank-(?:0|[1-9][0-9]{0,17})\.(?:0|[1-9][0-9]{0,8})\.[0-9a-f]{32}(?:\.[0-9a-f]{16})?(?:-[0-9a-f]{16})?\Z",
+    r"marker\Z|facts-[0-9a-f]{32}\Z|rank-(?:0|[1-9][0-9]{0,17})\.(?:0|[1-9][0-9]{0,8})\.[0-9a-f]{32}(?:\.[0-9a-f]{16})?(?:-[0-9a-f]{16})?\Z",
     re.ASCII,
 )
 MARKER = "marker"
@@ -60,6 +62,11 @@ def slice_name(rank: int, number: int, digest: str, key: str = "", tag: str = ""
     if type(rank) is not int or not 0 <= rank < 10**18:
         raise ConfigError(f"rank {rank!r} is not a whole number from 0")
     return f"rank-{rank}.{number}.{digest}" + (f".{key}" if key else "") + (f"-{tag}" if tag else "")
+
+
+def facts_name(store: str, host: str) -> str:
+    """Return the name of the file in which a host's facts about a step are salvaged: a file name for every host's."""
+    return f"facts-{xxhash.xxh3_128_hexdigest(repr((store, host)).encode())}"
 
 
 def other_key(needed: str, here: str) -> str:

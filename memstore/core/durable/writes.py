@@ -41,15 +41,7 @@ from memstore.core.schedule import Decision, ends_in_time, is_late, next_durable
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.frame import BODY_BYTES_MAX
 from memstore.core.wire.ids import WireShard, WireSpec, WireStep
-from memstore.core.wire.orders import (
-    BaseShard,
-    DurablePlace,
-    Lineage,
-    RemoveStep,
-    SlicesOfShard,
-    WriteMarker,
-    WriteSlices,
-)
+from memstore.core.wire.orders import BaseShard, DurablePlace, RemoveStep, SlicesOfShard, WriteMarker, WriteSlices
 from memstore.core.wire.reports import MarkerWritten, SliceWritten, StepRemoved
 from memstore.intervals import Every, parse_every
 from recovery.inventory import DurableMarker, StepId
@@ -428,12 +420,7 @@ class DurableOrders:
             key=write.key or "",
             specs={rank: WireSpec.of(spec) for rank, spec in sorted(write.specs.items())},
             uses=wire_uses(write.marker),
-            lineage=Lineage(
-                attempt=source.attempt_number,
-                parent_attempt=source.parent,
-                parent_step=source.parent_step,
-                attempts=tuple(job.opened_moments(source.attempt_number)),
-            ),
+            lineage=job.lineage_of(source.attempt_number),
             beside=tuple(map(WireStep.of, older)),
         )
         self.out.send(host_id, order)

@@ -101,7 +101,7 @@ def open_file(folder: Path, name: str, flags: int) -> int:
     """Open (or, with O_CREAT, create 0600) a file of the folder without following links; return the fd.
 
     Raises:
-        ConfigError: It is a link, not a regular file, not ours, or open to others.
+        ConfigError: It is a link, not a regular file, not ours (but root may read it), or open to others.
         FileNotFoundError: It is not there and O_CREAT was not given.
     """
     path = folder / name
@@ -112,7 +112,8 @@ def open_file(folder: Path, name: str, flags: int) -> int:
         raise
     except OSError as error:
         raise ConfigError(f"cannot open {path}: {error.strerror}; {_remedy(error)}") from error
-    problem = _problem(os.fstat(fd), wants_folder=False)
+    is_roots_look = os.geteuid() == 0 and not flags & (os.O_WRONLY | os.O_RDWR)  # at an arena of any user
+    problem = _problem(os.fstat(fd), wants_folder=False, may_be_others=is_roots_look)
     if problem:
         os.close(fd)
         raise ConfigError(f"refusing {path}: it {problem}; remove it if you know where it comes from")
@@ -212,13 +213,13 @@ def check_level(level: Path) -> None:
         )
 
 
-def _problem(status: os.stat_result, *, wants_folder: bool) -> str | None:
+def _problem(status: os.stat_result, *, wants_folder: bool, may_be_others: bool = False) -> str | None:
     """Say what makes a path unsafe to use, None if nothing does."""
     if stat.S_ISLNK(status.st_mode):
         return "is a symbolic link"
     if wants_folder != stat.S_ISDIR(status.st_mode) or not (wants_folder or stat.S_ISREG(status.st_mode)):
         return "is not a folder" if wants_folder else "is not a regular file"
-    if status.st_uid != os.geteuid():
+    if status.st_uid != os.geteuid() and not may_be_others:
         return f"belongs to user {status.st_uid}, not to {os.geteuid()}"
     if not wants_folder and status.st_nlink > 1:
         return f"has {status.st_nlink} names: what is written here would appear elsewhere"

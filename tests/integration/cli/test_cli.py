@@ -67,7 +67,9 @@ def test_help_names_every_verb() -> None:
     """The verbs are listed by what they are about, those of a cluster first."""
     lines = run(None, "--help").stdout.split("Commands:")[1].splitlines()
     verbs = [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "]
-    order = "up down stores drain status events ls pin unpin persist rm plan verify metrics export import rehearse"
+    order = (
+        "up down stores drain status events ls pin unpin persist rm plan verify metrics export import salvage rehearse"
+    )
     assert " ".join(verbs) == f"{order} completion demo drill"
 
 

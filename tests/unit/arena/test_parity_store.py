@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from parity_hosts import ATTEMPT, JOB, STEP, RankShard, open_parity, rows_of
+from parity_fleet import ATTEMPT, JOB, STEP, RankShard, open_parity, rows_of
 from parity_sums import scaled, xor
 
 import memstore.core.arena.replica_store as replica_store

@@ -9,8 +9,21 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from parity_fleet import CHUNK_BYTES, HOSTS, OWNER, PARITY, Fleet, Sender, until
-from parity_hosts import ATTEMPT, JOB, STEP, RankShard, nowhere, rows_of
+from parity_fleet import (
+    ATTEMPT,
+    CHUNK_BYTES,
+    HOSTS,
+    JOB,
+    OWNER,
+    PARITY,
+    STEP,
+    Fleet,
+    RankShard,
+    Sender,
+    nowhere,
+    rows_of,
+    until,
+)
 
 from memstore.core.format.manifest import chunk_digest, decode_manifest
 from memstore.core.holder.puts import push

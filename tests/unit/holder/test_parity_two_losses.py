@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 import pytest
-from parity_fleet import CHUNK_BYTES, HOSTS, OWNER, PARITY, Fleet, Sender
-from parity_hosts import ATTEMPT, JOB, STEP, nowhere, rows_of
+from parity_fleet import ATTEMPT, CHUNK_BYTES, HOSTS, JOB, OWNER, PARITY, STEP, Fleet, Sender, nowhere, rows_of
 from parity_sums import places
 
 from memstore.core.arena.replica_index import StoredReplica

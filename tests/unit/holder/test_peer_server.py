@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, cast
 
 import pytest
-from parity_hosts import no_parity
+from parity_fleet import no_parity
 
 from memstore.core.arena.claimed_memory import Limit
 from memstore.core.arena.replica_index import StoredReplica

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from parity_hosts import no_parity
+from parity_fleet import no_parity
 
 from memstore.core.arena.claimed_memory import Limit
 from memstore.core.arena.replica_index import StoredReplica
