@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
-from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from memstore.config import MIB, Config
@@ -39,7 +38,7 @@ from memstore.shell.arena.memory_limits import arena_limit, measure, meminfo_byt
 from memstore.shell.durable.tier import files_from_url
 from memstore.shell.identity import HOST_LABEL, local_identity, resolve_interfaces
 from memstore.shell.net.tls import Tls
-from memstore.shell.on_ray.actors import live_nodes
+from memstore.shell.on_ray.actors import gcs_storage, live_nodes
 
 Key = TypeVar("Key")
 LINK_BYTES, LINK_S = 64 * MIB, 0.5  # each way, whichever comes first: with three rounds of pairs it takes seconds
@@ -83,7 +82,11 @@ def examine(config: Config, *, limit_s: float) -> ClusterFacts:
     hosts.sort(key=lambda host: (host.host, host.node))
     idle = [look["idle_timeout_s"] for look in looks.values() if look.get("idle_timeout_s") is not None]
     return ClusterFacts(
-        hosts=hosts, config=config, links=links, gcs_storage=_gcs_storage(), idle_timeout_s=min(idle, default=None)
+        hosts=hosts,
+        config=config,
+        links=links,
+        gcs_storage=gcs_storage() or None,
+        idle_timeout_s=min(idle, default=None),
     )
 
 
@@ -153,14 +156,6 @@ def _with_durable(hosts: Sequence[HostFacts], actors: Mapping[str, Any], url: st
         unseen = [other.host for other in wrote if names[other.node] not in here]
         found.append(replace(host, durable_problem=problems.get(host.node, ""), durable_unseen=unseen))
     return found
-
-
-def _gcs_storage() -> str | None:
-    """Return where Ray's GCS keeps its state, as the head noted when it started, also without usage reports."""
-    with contextlib.suppress(Exception):
-        found = internal_kv._internal_kv_get(b"extra_usage_tag_gcs_storage", namespace=b"usage_stats")
-        return found.decode() if found else None
-    return None
 
 
 # -- one host -----------------------------------------------------------------------------------------
