@@ -39,7 +39,6 @@ LINK_BITS_PER_S = 320_000_000
 BURST_BYTES = 256 << 10
 NBYTES_MAX, WIDE_NBYTES_MAX = 64 * MIB, 32 * MIB
 UNFILLED_BYTES = 16 << 10  # left of a shard's last chunk, for the layout: one chunk more would be one row more
-BLOCK_BYTES = 64 << 10  # one number in each changes with every step
 LOOK_S = 0.02
 STALL, OUT, IN, WORST = "stall", "out", "in", "arena"
 LOCAL, RESTORE, COMPLETE = "get, local", "get after a lost host", "get, until nothing is missing"
@@ -304,20 +303,21 @@ def _hosts(count: int) -> dict[str, dict[str, str]]:
 class TimedRank(RankProgram):
     """A rank whose every chunk changes with every step, and whose puts are timed."""
 
-    made: torch.Tensor | None = None
+    trained_step = 0
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return a state of one large tensor: noise of this rank, and a number for each step in every block."""
+        """Return a state of one large tensor: noise of this rank, each number of which changes with every step."""
         bits = np.random.Generator(np.random.Philox(key=self.shard))
-        return _marked(
-            {"model": {"weights": torch.from_numpy(np.frombuffer(bits.bytes(self.nbytes), np.int64).copy())}}, step
-        )
+        weights = torch.from_numpy(np.frombuffer(bits.bytes(self.nbytes), np.int64).copy())
+        return {"model": {"weights": weights.add_(step)}}
 
     def train(self, step: int) -> dict[str, Any]:
         """Return the state of this rank at a step, in the tensors of the steps before."""
         if self.trained is None:
-            self.trained = self.state(step)
-        return _marked(self.trained, step)
+            self.trained, self.trained_step = self.state(step), step
+        self.trained["model"]["weights"].add_(step - self.trained_step)
+        self.trained_step = step
+        return self.trained
 
     def do_prepare(self, step: int) -> dict[str, Any]:
         """Change the state as a training step does."""
@@ -337,11 +337,6 @@ class TimedRank(RankProgram):
         mine, theirs = self.state(got.step)["model"]["weights"], got.state["model"]["weights"]
         equal = self.nbytes if torch.equal(mine, theirs) else 0
         return Restored(rank, got.step, got.source, got.source_reason, self.nbytes, equal, attempt=got.attempt)
-
-
-def _marked(state: dict[str, Any], step: int) -> dict[str, Any]:
-    state["model"]["weights"][:: BLOCK_BYTES // 8] = step
-    return state
 
 
 if __name__ == "__main__":
