@@ -25,6 +25,9 @@ class Limit:
     """Says why this machine has no room for so many bytes, with so many claimed; None if it has."""
 
 
+OTHERS_LISTED_MAX = 8  # of other jobs, in an error that a person reads
+
+
 class ClaimedMemory:
     """Grows and empties one arena; `lock` is held meanwhile, and never the lock of the index for long.
 
@@ -69,7 +72,7 @@ class ClaimedMemory:
                 except CapacityError:  # then puts wait for slots until processes of before, or a step, are gone
                     self.grow_to(needed)
             except CapacityError as exc:
-                raise CapacityError(f"{exc}. {self._asked(share)}", **vars(exc)) from exc
+                raise CapacityError(f"{exc}. {self._asked(share)}{self._others(job)}", **vars(exc)) from exc
             with self._index_lock:
                 self._index.set_share(job, share)
         shrinks = before is not None and (not share.total or sum(share.ranks.values()) < sum(before.ranks.values()))
@@ -82,6 +85,19 @@ class ClaimedMemory:
         return (
             f"The job reserves {share.versions} versions for each rank here (rank {ranks or '-'}) and "
             f"{gib(share.peer_slots * size)} for copies of other hosts' ranks"
+        )
+
+    def _others(self, job: str) -> str:
+        """Return what other jobs reserve on this host, the largest first, and how one gives it back; "" for none."""
+        with self._index_lock:
+            rows = sorted((-share.total, name) for name, share in self._index.shares.items() if name != job)
+        listed = [f"{name}: {gib(-slots * self._chunk_bytes)}" for slots, name in rows if slots]
+        if not listed:
+            return ""
+        more = f" and {len(listed) - OTHERS_LISTED_MAX} more" if len(listed) > OTHERS_LISTED_MAX else ""
+        shown = ", ".join(listed[:OTHERS_LISTED_MAX]) + more
+        return (
+            f". Others reserve here: {shown} (`memstore rm JOB` gives back what one that is over has, steps included)"
         )
 
     def keep_shares(self, jobs: Collection[str]) -> None:

@@ -467,6 +467,20 @@ class ControllerWorld(VirtualTime):
         shard = ShardId(job, step.attempt, step.step, rank)
         return sorted(h for h, x in self.holders.items() if x.is_up and shard in x.held and not x.held[shard].missing)
 
+    def parity_on(self, step: StepId) -> dict[int, list[str]]:
+        """Return, by rank, the live hosts that have its whole parity of a step in truth."""
+        found: dict[int, list[str]] = {}
+        for host, holder in sorted(self.holders.items()):
+            for shard, copy in holder.held.items() if holder.is_up else ():
+                if shard.is_parity and (shard.attempt, shard.step) == (step.attempt, step.step) and not copy.missing:
+                    found.setdefault(shard.rank, []).append(host)
+        return found
+
+    def has_all_parity(self, step: StepId, world_size: int) -> bool:
+        """Return whether every rank has its shard on its host, and its parity there and nowhere else."""
+        hosts, parity = {rank.rank: rank.host_id for rank in self.ranks.values()}, self.parity_on(step)
+        return all(hosts[r] in self.holders_of(step, r) and parity.get(r) == [hosts[r]] for r in range(world_size))
+
     def check_restored(self, answers: Sequence[Body]) -> None:
         """Raise AssertionError unless one step came back on all ranks with the bytes that were put (promise 3)."""
         found = {(a["attempt"], a["step"]) for a in answers if a.get("step") is not None}

@@ -68,9 +68,9 @@ def test_help_names_every_verb() -> None:
     lines = run(None, "--help").stdout.split("Commands:")[1].splitlines()
     verbs = [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "]
     order = (
-        "up down stores drain status events ls pin unpin persist rm plan verify metrics export import salvage rehearse"
+        "up down stores drain doctor status events ls pin unpin persist rm plan verify metrics export import salvage"
     )
-    assert " ".join(verbs) == f"{order} completion demo drill"
+    assert " ".join(verbs) == f"{order} rehearse completion demo drill"
 
 
 NEEDS_STORE = [["status"], ["events"], ["ls"], ["rm", "j"], ["plan", "--lose", "h1"], ["verify"], ["drain", "h1"]]

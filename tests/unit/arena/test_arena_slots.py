@@ -187,6 +187,22 @@ def test_a_restored_job_has_memory_ready_for_a_version_less_where_all_is_too_muc
     replicas.close()
 
 
+def test_a_refused_claim_says_what_other_jobs_reserve(folder: Path) -> None:
+    """The largest first, ten of them in one line, and the verb that frees what is over; alone a job reads nothing."""
+    replicas = open_replica_store(folder)
+    with pytest.raises(CapacityError) as alone:
+        replicas.claim("late", share(LIMIT // CHUNK + 1))
+    assert "Others reserve" not in str(alone.value)
+    replicas.claim("eval", share(2))
+    replicas.claim("train", share(3))
+    with pytest.raises(CapacityError, match=r"Others reserve here: train: .*, eval: .*`memstore rm JOB`"):
+        replicas.claim("late", share(LIMIT // CHUNK))
+    for number in range(9):
+        replicas.claim(f"small{number}", share(1))
+    with pytest.raises(CapacityError, match=r"train: .*, eval: .*, small5: [^,]* and 3 more"):
+        replicas.claim("late", share(LIMIT // CHUNK))
+
+
 def test_a_refused_share_gives_its_room_back_and_peers_that_move_do_not(folder: Path) -> None:
     """The first put was refused elsewhere: the share is 0 again. Peers come and go with flapping hosts."""
     replicas = open_replica_store(folder)

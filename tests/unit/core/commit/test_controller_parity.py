@@ -16,23 +16,6 @@ from recovery.parity import ParitySet
 HOSTS = ("h0", "h1", "h2", "h3", "h4")
 
 
-def parity_on(world: ControllerWorld, step: StepId) -> dict[int, list[str]]:
-    """Return, by rank, the live hosts that have its parity whole in truth."""
-    found: dict[int, list[str]] = {}
-    for host, holder in sorted(world.holders.items()):
-        for shard, copy in holder.held.items() if holder.is_up else ():
-            if shard.is_parity and (shard.attempt, shard.step) == (step.attempt, step.step) and not copy.missing:
-                found.setdefault(shard.rank, []).append(host)
-    return found
-
-
-def is_complete(world: ControllerWorld, step: StepId) -> bool:
-    """Return whether every rank of five has its shard on its host, and parity on it too."""
-    hosts = {rank.rank: rank.host_id for rank in world.ranks.values()}
-    parity = parity_on(world, step)
-    return all(hosts[r] in world.holders_of(step, r) and parity.get(r) == [hosts[r]] for r in range(5))
-
-
 def used_slots(world: ControllerWorld) -> dict[str, int]:
     """Return how many slots hold something, by host, leases apart."""
     found = {}
@@ -53,8 +36,8 @@ def test_a_step_is_one_copy_and_parity_of_every_rank() -> None:
     world, _ = trained(5, last=3, parity=4)
     world.run(3.0)
     for step in (1, 2):
-        assert parity_on(world, StepId(1, step)) == {}, "an older step goes with its parity (R19)"
-    assert is_complete(world, StepId(1, 3)), describe(world)
+        assert world.parity_on(StepId(1, step)) == {}, "an older step goes with its parity (R19)"
+    assert world.has_all_parity(StepId(1, 3), 5), describe(world)
     assert [world.holders_of(StepId(1, 3), rank) for rank in range(5)] == [[host] for host in HOSTS]
     assert set(used_slots(world).values()) == {5}
     assert all(holder.rooms[JOB].peer_slots == 2 for holder in world.holders.values())
@@ -86,7 +69,7 @@ def test_a_host_that_refuses_parity_is_named_by_a_degraded_commit() -> None:
     assert "out of order" in ranks[0].reasons[2]
     world.holders["h2"].refuses_copies = ""
     assert world.put_all(ranks, 3, limit_s=40.0), describe(world)
-    assert world.run_until(lambda: is_complete(world, StepId(1, 3)), 60.0), describe(world)
+    assert world.run_until(lambda: world.has_all_parity(StepId(1, 3), 5), 60.0), describe(world)
 
 
 def test_a_new_controller_knows_the_sets_of_a_put_under_way() -> None:
@@ -103,7 +86,7 @@ def test_a_new_controller_knows_the_sets_of_a_put_under_way() -> None:
         world.put(rank, 2)
     assert world.run_until(lambda: all(rank.tickets[2] == "committed" for rank in ranks), 40.0), describe(world)
     assert world.job().attempts[1].parity_sets == sets
-    assert world.run_until(lambda: is_complete(world, StepId(1, 2)), 20.0)
+    assert world.run_until(lambda: world.has_all_parity(StepId(1, 2), 5), 20.0)
     assert not any(rank.degraded[2] for rank in ranks)
 
 
@@ -125,7 +108,7 @@ def test_rows_that_a_restarted_holder_lost_are_added_again(after_s: float) -> No
     for rank in ranks[3:]:
         world.put(rank, 2)
     assert world.run_until(lambda: all(rank.tickets[2] == "committed" for rank in ranks), 40.0), describe(world)
-    assert is_complete(world, StepId(1, 2)), describe(world)
+    assert world.has_all_parity(StepId(1, 2), 5), describe(world)
     assert not any(rank.degraded[2] for rank in ranks)
 
 
@@ -148,7 +131,7 @@ def test_a_lost_host_is_decoded_at_its_replacement_and_parity_is_complete_again(
     world.check_restored(answers)
     assert {answer.get("step") for answer in answers} == {3}, answers
     assert world.put_all(ranks, 4, limit_s=40.0), describe(world)
-    assert world.run_until(lambda: is_complete(world, StepId(2, 4)), 30.0), describe(world)
+    assert world.run_until(lambda: world.has_all_parity(StepId(2, 4), 5), 30.0), describe(world)
     world.run(IDLE_S + 5.0)  # parity of the step before may have been begun, and was left when that step went
     assert set(used_slots(world).values()) == {5, 0} - ({0} if world.holders["h1"].is_up else set())
 
@@ -177,7 +160,7 @@ def test_rows_of_a_step_that_nobody_finishes_give_way_to_those_of_a_kept_one() -
         world.kill_rank(rank)
     index.shares[JOB] = replace(index.shares[JOB], peer_slots=1)
     world.holders["h0"].lose(ShardId(JOB, 1, 1, 0, is_parity=True))
-    assert world.run_until(lambda: parity_on(world, StepId(1, 1)).get(0) == ["h0"], 60.0), describe(world)
+    assert world.run_until(lambda: world.parity_on(StepId(1, 1)).get(0) == ["h0"], 60.0), describe(world)
     assert list(index.parity) == []
 
 
@@ -236,7 +219,7 @@ def test_a_skipped_step_leaves_no_row_anywhere(*, is_late: bool) -> None:
     for rank in ranks[4 if is_late else 2 :]:
         world.skip(rank, 2)
     world.run(8.0)
-    assert parity_on(world, StepId(1, 2)) == {}
+    assert world.parity_on(StepId(1, 2)) == {}
     assert used_slots(world) == before, describe(world)
     assert all(not holder.replicas.index.parity for holder in world.holders.values())
     assert world.put_all(ranks, 3), describe(world)
@@ -254,7 +237,7 @@ def test_a_damaged_row_is_added_again() -> None:
     holder.memory.spoil(stored.slots[0], world.now)
     holder.replicas.verify_slots([stored.slots[0]])
     world.run(1.0)
-    assert world.run_until(lambda: is_complete(world, StepId(1, 1)), 30.0), describe(world)
+    assert world.run_until(lambda: world.has_all_parity(StepId(1, 1), 5), 30.0), describe(world)
     assert {(order.shard.rank, order.target) for order in pushes(world)} == {(rank, "h3") for rank in (0, 1, 2, 4)}
     assert all(order.parity is not None for order in pushes(world))
 
@@ -278,7 +261,7 @@ def test_launches_with_and_without_parity_take_turns(ways: tuple[int, ...]) -> N
     attempt = world.job().newest_number
     expected = {4: 5, 0: 8, 2: 6}[ways[-1]]
     assert set(used_slots(world).values()) == {expected}, describe(world)
-    assert (parity_on(world, StepId(attempt, step)) == {}) is (ways[-1] == 0)
+    assert (world.parity_on(StepId(attempt, step)) == {}) is (ways[-1] == 0)
 
 
 def test_a_job_of_two_hosts_has_copies() -> None:

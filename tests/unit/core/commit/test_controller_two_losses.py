@@ -20,23 +20,6 @@ FOUR_AND_TWO = {"replicas": 3, "parity": 4}
 PAIRS = list(combinations(range(6), 2))
 
 
-def whole_parity(world: ControllerWorld, step: StepId) -> dict[int, list[str]]:
-    """Return, by rank, the live hosts that have its parity whole in truth."""
-    found: dict[int, list[str]] = {}
-    for host, holder in sorted(world.holders.items()):
-        for shard, copy in holder.held.items() if holder.is_up else ():
-            if shard.is_parity and (shard.attempt, shard.step) == (step.attempt, step.step) and not copy.missing:
-                found.setdefault(shard.rank, []).append(host)
-    return found
-
-
-def is_complete(world: ControllerWorld, step: StepId) -> bool:
-    """Return whether every rank of six has its shard on its host, and parity on it too."""
-    hosts = {rank.rank: rank.host_id for rank in world.ranks.values()}
-    parity = whole_parity(world, step)
-    return all(hosts[r] in world.holders_of(step, r) and parity.get(r) == [hosts[r]] for r in range(6))
-
-
 def tolerated(world: ControllerWorld) -> int:
     """Return how many hosts may be lost, as status says."""
     ((level, count),) = [(row["level"], row["tolerated"]) for row in world.status()["jobs"][0]["survives"]]
@@ -74,7 +57,7 @@ def test_a_step_is_one_copy_and_two_rows_of_every_rank() -> None:
     world.run(3.0)
     step = StepId(1, 3)
     assert world.job().attempts[1].parity_sets == dict.fromkeys(range(6), ParitySet((0, 1, 2, 3, 4, 5), spare=2))
-    assert is_complete(world, step), describe(world)
+    assert world.has_all_parity(step, 6), describe(world)
     assert [world.holders_of(step, rank) for rank in range(6)] == [[host] for host in HOSTS]
     for holder in world.holders.values():
         table = holder.replicas.table
@@ -111,7 +94,7 @@ def test_any_two_hosts_come_back_from_parity_alone(pair: tuple[int, int]) -> Non
     ranks = restored(world, 2)
     assert {rank.host_id for rank in ranks}.isdisjoint(f"h{rank}" for rank in pair)
     assert world.put_all(ranks, 3, limit_s=40.0), describe(world)
-    assert world.run_until(lambda: is_complete(world, StepId(2, 3)), 30.0), describe(world)
+    assert world.run_until(lambda: world.has_all_parity(StepId(2, 3), 6), 30.0), describe(world)
     assert not any(rank.degraded[3] for rank in ranks)
 
 
@@ -279,6 +262,6 @@ def test_a_damaged_row_is_added_again_by_those_whose_chunks_are_in_it() -> None:
     holder.memory.spoil(stored.slots[1], world.now)
     holder.replicas.verify_slots([stored.slots[1]])
     world.run(1.0)
-    assert world.run_until(lambda: is_complete(world, StepId(1, 1)), 30.0), describe(world)
+    assert world.run_until(lambda: world.has_all_parity(StepId(1, 1), 6), 30.0), describe(world)
     orders = [order for each in world.holders.values() for order in each.received(PushCopy)]
     assert {(order.shard.rank, order.target) for order in orders} == {(rank, "h3") for rank in (0, 1, 2, 4, 5)}
