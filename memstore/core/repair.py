@@ -225,6 +225,8 @@ class ParityRepair:
                 return True
         if not hosts.is_answering(target) or (parity, target) in self.pushes.refused_s:
             return False
+        if self._is_decoding(now, job, target):
+            return False  # a get may wait for that shard: its chunks have the link for themselves
         sources = {
             other: [
                 host
@@ -242,6 +244,10 @@ class ParityRepair:
             if commit is not None or put_s is None or now - put_s >= OPEN_PARITY_S:
                 self._add(now, job, step, other, held, target, ParityOf.of(rank, ranks))
         return False
+
+    def _is_decoding(self, now: float, job: Job, host: str) -> bool:
+        orders = ((shard, until_s) for shard, (target, until_s) in self.decoding.items() if target == host)
+        return any(each.job == job.name and until_s > now and not job.has_copy(each, host) for each, until_s in orders)
 
     def _is_apart(self, job: Job, attempt: Attempt, rank: int, ranks: ParitySet, host: str, own: str) -> bool:
         """Return whether a host that keeps a rank's parity is as far from the set's other hosts as the rank's own.
@@ -594,7 +600,9 @@ class Repair:
         return ranks.rows_count(max((each.chunks_count for each in others if each is not None), default=0))
 
     def host_died(self, host_id: str) -> None:
-        """Drop pushes from or to a dead host."""
+        """Drop pushes from or to a dead host, and what it was to decode."""
+        decoding = self.parity.decoding
+        self.parity.decoding = {shard: order for shard, order in decoding.items() if order[0] != host_id}
         self.pushes.under_way = {
             (shard, target): (source, deadline)
             for (shard, target), (source, deadline) in self.pushes.under_way.items()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from memstore.core.wire.orders import PushCopy
+from memstore.core.wire.orders import Bring, PushCopy
 from memstore.shell.peer.parity import IDLE_S
 from memstore.testing.controller.holder import DirectedRank
 from memstore.testing.controller.world import JOB, ControllerWorld, describe, trained
@@ -162,6 +162,22 @@ def test_rows_of_a_step_that_nobody_finishes_give_way_to_those_of_a_kept_one() -
     world.holders["h0"].lose(ShardId(JOB, 1, 1, 0, is_parity=True))
     assert world.run_until(lambda: world.parity_on(StepId(1, 1)).get(0) == ["h0"], 60.0), describe(world)
     assert list(index.parity) == []
+
+
+def test_a_lost_shard_is_decoded_before_its_host_adds_parity_up_again() -> None:
+    """A get waits for the shard: until it is there nothing else is sent to its host, and then the rows come."""
+    world, _ = trained(5, parity=4)
+    world.run(2.0)
+    world.kill_host("h4")
+    world.return_host("h4", keep_memory=False)
+    held: list[Bring] = []
+    world.holders["h4"].instead[Bring] = held.append
+    assert world.run_until(lambda: bool(held), 20.0), describe(world)
+    world.run(5.0)
+    assert [order.parity.rank for order in pushes(world) if order.parity is not None] == []
+    world.holders["h4"].instead.clear()
+    world.holders["h4"].carry_out(held[0])
+    assert world.run_until(lambda: world.has_all_parity(StepId(1, 1), 5), 30.0), describe(world)
 
 
 def test_a_first_put_reserves_nothing_for_a_shard_that_was_decoded_for_safety() -> None:
