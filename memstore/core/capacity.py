@@ -543,9 +543,9 @@ class Reservations:
             total[host] = total.get(host, 0) + rows
         older = [step for step in kept_steps(job, attempt) if step.attempt != attempt.attempt_number]
         for step in older if attempt.parity_sets or job.parity else ():
-            taken: dict[str, int] = {}
+            taken, decoded = dict[str, int](), self._decoded_elsewhere(job, attempt, step)
             for host, shards in job.shards_on(step).items():
-                own = {*local.get(host, ()), *self._decoded_elsewhere(job, attempt, step)}
+                own = {*local.get(host, ()), *decoded}
                 foreign = [shard for shard in shards if shard.is_parity or shard.rank not in own]
                 specs = map(job.spec, foreign)
                 taken[host] = sum(spec.chunks_count for spec in specs if spec is not None)

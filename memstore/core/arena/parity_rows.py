@@ -85,7 +85,8 @@ class IncomingParity:
     def lacking(self, rank: int, manifest: Manifest) -> list[int]:
         """Return the chunks of a rank's shard that are to be sent; IntegrityError if others are added."""
         rows = self._rows_at(rank, len(manifest.chunks))
-        if any(rank in row.added for number, row in self.rows.items() if number not in rows.values()):
+        numbers = {*rows.values()}
+        if any(rank in row.added for number, row in self.rows.items() if number not in numbers):
             raise IntegrityError(f"more chunks of rank {rank} were added to {self.shard} before, with other bytes")
         return [chunk for chunk in rows if not self.is_here(rank, chunk, manifest.chunks[chunk].digest)]
 
