@@ -67,18 +67,19 @@ def show_offline(config: Config, job: str | None, as_json: bool, *, has_digests:
     with arenas_here(config) as arenas:
         held = [(arena, each) for arena in arenas for each in arena.shards if job in (None, each.manifest.shard.job)]
         found: list[tuple[OfflineArena, Copy]] = []
+        lacking: list[str] = []
         with progress_bar("digesting", sum(each.spec.nbytes for _, each in held)) as progress:
             for arena, each in held:
-                found.append((arena, arena.copy(each, arena.chunk if has_digests else arena.is_listed)))
                 progress(each.spec.nbytes)
+                copy = arena.copy(each, arena.chunk if has_digests else arena.is_listed)
+                if copy.missing and arena.is_dropped(each):
+                    continue
+                found.append((arena, copy))
+                if copy.missing:
+                    lacking.append(f"{arena.host}: {each}: {len(copy.missing)} of {copy.spec.chunks_count} chunks lack")
     jobs = jobs_of([arena.entries for arena in arenas], [copy for _, copy in found])
     rows = _step_rows(found, jobs)
-    problems = [f"{arena.host}: {problem}" for arena in arenas for problem in arena.problems]
-    problems += [
-        f"{arena.host}: {name}: {len(copy.missing)} of {copy.spec.chunks_count} chunks lack"
-        for (arena, copy), (_, name) in zip(found, held, strict=True)
-        if copy.missing
-    ]
+    problems = [f"{arena.host}: {problem}" for arena in arenas for problem in arena.problems] + lacking
     outlook = {name: choose(each).why for name, each in sorted(jobs.items()) if job in (None, name)}
     code = ExitCode.DEGRADED if problems else ExitCode.FINE
     code = code if any(row["ranks"] or row["parity_of"] for row in rows) else ExitCode.ERROR

@@ -97,7 +97,8 @@ def _write_shard(
             done["nbytes"] += wrote or 0
     done["whole"] += not bad
     done["parity"] += not bad and shard.is_parity
-    done["torn"] += [f"{known}: {bad} of {spec.chunks_count} chunks match no digest"] if bad else []
+    if bad and not arena.is_dropped(known):
+        done["torn"].append(f"{known}: {bad} of {spec.chunks_count} chunks match no digest")
 
 
 def _check_place(job: str, entries: Sequence[Entry], place: PartsTier) -> None:

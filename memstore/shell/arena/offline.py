@@ -61,6 +61,11 @@ class OfflineArena:
         missing = frozenset(index for index, chunk in enumerate(shard.manifest.chunks) if not has(chunk))
         return Copy(shard.manifest.shard, shard.spec, self.host, missing)
 
+    def is_dropped(self, shard: KnownShard) -> bool:
+        """Return whether its manifest is gone by now: a live holder removes it before it frees the slots."""
+        name = manifest_name(shard.manifest.shard, shard.spec.digest)
+        return self.is_held and not (self.folder / MANIFESTS_NAME / name).exists()
+
     def is_listed(self, chunk: Chunk) -> bool:
         """Return whether the slot table names the chunk, and the file reaches so far; nobody looks at its bytes."""
         ends = (slot * self._chunk_bytes + chunk.nbytes for slot in self._places.get(chunk.digest, ()))

@@ -19,6 +19,7 @@ from click.testing import CliRunner, Result
 from memstore.cli import main
 from memstore.cli.output import ExitCode
 from memstore.core.format.manifest import encode_manifest, shard_digest
+from memstore.shell.arena.offline import OfflineArena
 from memstore.shell.arena.slot_headers import HEADER_NBYTES, RECORD_NBYTES
 from memstore.shell.durable.tier import PartsTier, files_from_url
 from memstore.testing.clusters.processes import ProcessCluster
@@ -357,8 +358,12 @@ def test_a_live_holder_is_read_beside(tmp_path: Path, nursery: RankNursery) -> N
         ranks = fleet.begin(list(hosts), LAST)
         assert run_json(cluster, "status", "--offline")["hosts"]["h0"]["is_held"]
         run(cluster, "salvage", "--to", str(tmp_path / "out"))
+        with OfflineArena(cluster.arena("h0")) as arena:  # which has read the manifests, and not yet the slots
+            together(ranks, "train", first=LAST + 1, last=LAST + 3)
+            gone = [each for each in arena.shards if arena.copy(each, arena.is_listed).missing]
+            assert gone and all(map(arena.is_dropped, gone))
         for rank in ranks:
-            rank.begin("train", first=LAST + 1, last=LAST + 30)
+            rank.begin("train", first=LAST + 4, last=LAST + 30)
         words = ["salvage", "--to", str(tmp_path / "out"), "--store", cluster.config.store]
         result = CliRunner().invoke(main, words)
         assert result.exit_code in (ExitCode.FINE, ExitCode.DEGRADED, ExitCode.ERROR), result.output
