@@ -58,7 +58,7 @@ class Direction:
     stall: bool = False  # nothing is read or written: the sender's buffers fill
     bytes_count: int = 0  # delivered
     dropped_count: int = 0  # bytes
-    resets_count: int = 0
+    resets_count: int = 0  # done, after what came before them was delivered
     flips_count: int = 0
     _faults: list[ProxyFault] = field(default_factory=list)
     _due_s: float = 0.0
@@ -166,7 +166,6 @@ class _Flow:
             fault, at = self._pending
             if fault.kind == "reset":
                 data, is_reset = data[: at - start], True
-                self.direction.resets_count += 1
                 self._pending = None
             elif at < end:
                 broken = bytearray(data)
@@ -192,6 +191,7 @@ class _Flow:
         while self.queue and (due_s := self.due_s()) is not None and due_s <= now:
             data = self.queue[0][1]
             if data is None:
+                self.direction.resets_count += 1
                 raise ConnectionResetError("as asked")
             rate = self.direction.rate_bytes_per_s
             part = data[: max(1, int(rate * SLICE_S))] if rate else data
