@@ -74,7 +74,7 @@ def test_ray_restarted_with_a_late_host_ends_as_promised() -> None:
 @pytest.mark.timeout(600)
 def test_a_host_of_a_job_with_parity_is_decoded_from_the_others() -> None:
     """As many hosts as parity survives cost nothing, one more is refused; a job with copies proves nothing of it."""
-    with embedded_site(RANKS + 1, 256 * MIB, racks_count=RANKS + 1) as site:
+    with embedded_site(RANKS + 2, 256 * MIB, racks_count=RANKS + 2) as site:
         options = Options(seed=7, ranks_count=RANKS, nbytes=2 * MIB, config=site.config)
         report = run_drill("lose-host-parity", site, options)
         assert (report.outcome, report.rpo_steps, report.is_verified) == (PASS, 0, True), report.words

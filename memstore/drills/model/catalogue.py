@@ -28,7 +28,7 @@ PLACES = {
     NAMESPACES: "hosts in network namespaces, without Ray, which needs root",
     RAY_NAMESPACES: "raylets in network namespaces, which needs root",
     TIGHT: "a cluster of its own with little memory, which needs root",
-    APART: "a cluster of its own, each host in another rack, with one host more than ranks",
+    APART: "a cluster of its own, each host in another rack, with two hosts more than ranks",
     KEPT_HEAD: "a cluster of its own, whose head keeps Ray's tables on disk, which needs Ray 2.60",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -88,9 +89,9 @@ class Restart(Flow):
             promise = context.promise
             context.promise = replace(promise, verdicts=promise.verdicts | {"local"}, needs=None)
         others = others or left
-        hosts = [r.host for r in job.ranks]
-        places = [host if host not in gone else others[i % len(others)] for i, host in enumerate(hosts)]
-        self.moved_to = frozenset(place for host, place in zip(hosts, places, strict=True) if host in gone)
+        taken = itertools.cycle(others)
+        places = [r.host if r.host not in gone else next(taken) for r in job.ranks]
+        self.moved_to = frozenset(place for r, place in zip(job.ranks, places, strict=True) if r.host in gone)
         job.stand_by(places)
 
     def recover(self) -> None:

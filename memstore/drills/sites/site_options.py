@@ -203,8 +203,8 @@ def own_site(place: str, given: dict[str, Any], nbytes: int, *, name: str = "the
 
         opened = tight_site(hosts_count, arena_bytes=max(64 * MIB, room))
     else:
-        # A lost shard and its parity are made again on the host more; beside another rank they wait for the next put.
-        hosts_count, racks_count = (hosts_count + 1,) * 2 if place == APART else (hosts_count, 2)
+        # Lost shards and their parity are made again on the two hosts more; beside another rank they wait for a put.
+        hosts_count, racks_count = (hosts_count + 2,) * 2 if place == APART else (hosts_count, 2)
         opened = embedded_site(
             hosts_count,
             max(256 * MIB, room),
