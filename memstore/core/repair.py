@@ -391,9 +391,9 @@ class Repair:
                 self.steps.give_up_damaged(now, job, attempt, step.step)
 
     def _is_restoring(self, now: float, job: Job, attempt: Attempt) -> bool:
-        """Return whether all ranks of a job have asked for a step and do not have it yet, or may be fetching it."""
+        """Return whether all ranks of a job have asked for a step and not all loaded it, or parity moves with them."""
         active = self.state.rounds.get(job.name)
-        return (active is not None and active.is_due) or attempt.is_fetching(now)
+        return (active is not None and active.is_due) or attempt.is_moving(now)
 
     def _is_ended(self, attempt: Attempt) -> bool:
         """Return whether no rank finishes the attempt's open steps: it is closed, or one of its ranks is dead."""

@@ -151,7 +151,7 @@ class Attempt:
     is_released: bool = False  # and every rank has loaded the decided step
     failed_load: tuple[int, str] | None = None  # the last get() that failed once its bytes were handed out: round, why
     has_put: bool = False
-    fetch_until_s: float = 0.0  # for so long its ranks may be fetching what a get released
+    move_until_s: float = 0.0  # ranks with parity have moved: for so long repair waits for their first put
     has_freed_unrestorable: bool = False  # at its first put: older steps that no rank can restore are freed (R10)
     rounds_count: int = 0
     steps: StepPhases = field(default_factory=StepPhases)
@@ -190,9 +190,9 @@ class Attempt:
         """The step of another job with which it begins; None once it has restored one of its own."""
         return self.branched if self.parent_step is None else None
 
-    def is_fetching(self, now: float) -> bool:
-        """Return whether its ranks may still be fetching from other hosts what a get released: none has put since."""
-        return now < self.fetch_until_s and not self.has_put
+    def is_moving(self, now: float) -> bool:
+        """Return whether parity that moves with its ranks waits for a first put, whose rows take the same room."""
+        return now < self.move_until_s and not self.has_put
 
     @property
     def in_flight_lack(self) -> str:

@@ -386,8 +386,10 @@ class StatusReport:
         if step in job.retired:
             return "the step is retired"
         active, state = self.state.rounds.get(job.name), self.state
-        if (active is not None and active.is_due) or attempt.is_fetching(state.now):
+        if active is not None and active.is_due:
             return "after the restore that is under way"
+        if attempt.is_moving(state.now):
+            return "with the next put: ranks have moved, and parity moves with them"
         late_s = state.rules.dead_after_s
         late = state.hosts.dead_since(state.now - late_s) & {member.host_id for member in attempt.members.values()}
         return f"{', '.join(sorted(late)[:3])} died within {late_s:g} s and may be back with its copies" if late else ""

@@ -49,7 +49,7 @@ from recovery.parity import set_of
 from recovery.planner import RecoveryPlan, plan
 
 ADOPTED = "adopted by a restore"  # a whole step without a commit fact that a restore chose
-FETCH_S = 30.0  # longest that repair leaves the network to ranks that fetch what was released
+MOVE_S = 30.0  # longest that parity which is to move with its ranks waits for their first put
 MARKERS_DEADLINE_S = 15.0  # a durable store that does not list its markers by then is left out, with a note
 
 
@@ -503,12 +503,10 @@ class Rounds:
 
     def _answer(self, now: float, active: Round) -> RestoreReport:
         """Send every rank the step, and its shard with the slots of its bytes unless all agreed on the step alone."""
-        result, step = _planned(active)
+        step = _planned(active)[1]
         attempt = self.state.jobs[active.job].attempts[active.attempt]
         for member in attempt.members.values():
             member.last_active_s = now
-        if any(transfer.tier == "peer" for transfer in result.transfers):  # decoded chunks are brought by their hosts
-            attempt.fetch_until_s = now + FETCH_S
         report = active.report = self._report(now, active)
         for rank, call in active.calls.items():
             if active.is_agreement:
@@ -613,8 +611,10 @@ class Rounds:
     def _release(self, now: float, active: Round) -> None:
         """Let every rank's get() return."""
         del self.state.rounds[active.job]
-        job, step = self.state.jobs[active.job], _planned(active)[1]
+        job, (result, step) = self.state.jobs[active.job], _planned(active)
         attempt, report = job.attempts[active.attempt], active.report
+        if attempt.parity and any(transfer.tier == "peer" for transfer in result.transfers):
+            attempt.move_until_s = now + MOVE_S
         if report is not None:
             active.loads.answer_all(self.out, Noted())
         else:  # they had nothing to load
