@@ -116,7 +116,10 @@ class ObjectFiles(DurableFiles):
                     if mode == "overwrite":  # Azure says so as well of an object that is locked
                         raise
                     return "there"
-                except NotSupportedError:  # no conditional puts: names hold digests, nothing is mixed up
+                except (
+                    NotImplementedError,
+                    NotSupportedError,
+                ):  # no conditional puts: names hold digests, nothing is mixed up
                     if is_again:
                         raise
                     mode = "overwrite"

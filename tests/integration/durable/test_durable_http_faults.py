@@ -234,6 +234,17 @@ def test_up_refuses_a_bucket_it_cannot_write(faults: HttpFaults) -> None:
     assert any("no-such-bucket" in path for _, path, _, _ in faults.seen)
 
 
+@pytest.mark.parametrize("object_server", ["s3"], indirect=True)
+def test_a_store_without_conditional_puts_is_written_without(tier: PartsTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the client is told of some servers of S3's interface: a step is written, and written again."""
+    monkeypatch.setenv("AWS_CONDITIONAL_PUT", "disabled")
+    objects._store.cache_clear()
+    tier = PartsTier(files_from_url(tier.files.where))
+    for _ in range(2):
+        marker = write_step(tier, 1)
+        assert markers_of(tier, JOB) == ([marker], [])
+
+
 def test_an_endpoint_without_tls_is_refused_with_the_variable(
     faults: HttpFaults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
