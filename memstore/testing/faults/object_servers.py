@@ -86,14 +86,17 @@ class ObjectServer:
                 stderr=log,
                 start_new_session=True,
             )
-        deadline_s = time.monotonic() + START_S
-        while not (found := _RUNNING.search(printed.read_bytes())):
-            if self.process.poll() is not None or time.monotonic() > deadline_s:
-                self.stop()
-                raise AssertionError(f"no server of {self.scheme}://:\n{printed.read_text()[-2000:]}")
-            time.sleep(0.02)
-        self.port = int(found[1])
-        self._make_bucket()
+        try:
+            deadline_s = time.monotonic() + START_S
+            while not (found := _RUNNING.search(printed.read_bytes())):
+                if self.process.poll() is not None or time.monotonic() > deadline_s:
+                    raise AssertionError(f"no server of {self.scheme}://:\n{printed.read_text()[-2000:]}")
+                time.sleep(0.02)
+            self.port = int(found[1])
+            self._make_bucket()
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
