@@ -24,6 +24,7 @@ from _pytest import runner
 from memstore.testing.clusters import processes
 from memstore.testing.clusters.nursery import Nursery
 from memstore.testing.clusters.scratch import maker_pid
+from memstore.testing.faults.object_servers import CLOUDS, NO_AZURITE, HttpFaults, ObjectServer, azurite
 from memstore.testing.nemesis.load_meter import LoadMeter
 from memstore.testing.ranks.rank_process import RankNursery
 
@@ -284,6 +285,28 @@ def dcp_nursery() -> Iterator[RankNursery]:
     """Forks ranks that have imported torch.distributed."""
     with RankNursery("memstore.testing.ranks.dcp_ranks") as nursery:
         yield nursery
+
+
+@pytest.fixture(scope="module", params=CLOUDS)
+def object_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ObjectServer | None]:
+    """Start a server of each cloud's storage in turn, Azure's where Azurite is installed; none for "directory"."""
+    if request.param == "directory":
+        yield None
+        return
+    pytest.importorskip("obstore")
+    if request.param == "az" and not azurite():
+        pytest.skip(NO_AZURITE)
+    with ObjectServer(request.param, tmp_path_factory.mktemp("objects")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def http_faults(object_server: ObjectServer) -> Iterator[HttpFaults]:
+    """Put a layer before the server that fails on request."""
+    with HttpFaults(object_server) as faults:
+        yield faults
 
 
 @pytest.fixture(scope="session")

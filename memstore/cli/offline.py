@@ -143,7 +143,7 @@ def _state(job: Job | None, step: StepId) -> str:
 
 
 @click.command(short_help="Write what this machine's arenas hold into a folder, without Ray.")
-@click.option("--to", "url", required=True, metavar="DIR", help="Folder, or URL of an object store, such as s3://...")
+@click.option("--to", "url", required=True, metavar="DIR", help="Folder, or a URL of s3://, gs:// or az://.")
 @click.option("--job", metavar="JOB", help="Only this job.  [default: all]")
 @store_options
 @click.pass_context

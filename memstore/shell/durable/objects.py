@@ -1,8 +1,8 @@
 """Durable files as objects of an object store (R31): names are those of `memstore/core/durable/paths.py`.
 
 An object appears whole or not at all, so one PUT replaces a directory's renames and syncs, and it is made
-only if there is none of that name (`If-None-Match`). Credentials are found by obstore in the environment or the
-instance's metadata; they are in no configuration, message or file of ours.
+only if there is none of that name. Credentials are found by obstore in the environment or the instance's
+metadata; they are in no configuration, message or file of ours.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from memstore.core.durable.paths import is_step_number, step_path
@@ -27,16 +27,19 @@ from recovery.inventory import StepId
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-SCHEMES = ("s3", "gs", "az")
+# Each with a variable to begin with; its first word is the cloud's in the names of all others.
+SCHEMES = {"s3": "AWS_ACCESS_KEY_ID", "gs": "GOOGLE_APPLICATION_CREDENTIALS", "az": "AZURE_STORAGE_ACCOUNT_NAME"}
 _PROBE = ".probe"  # starts with a dot, as no job does
 _START_BYTES = 4096  # of an object, read when it is opened: more than a slice's header
 # A request that takes longer is tried again, and one that fails for longer is given up: the write waits for the next
 # durable step, the restore asks again. A slice of 64 MiB needs 0.6 MB/s.
 _REQUEST_S, _CONNECT_S, _RETRY_S, _RETRIES = SLICE_LIMIT_BYTES / 600e3, 5.0, 60.0, 8
 _BACKOFF_S = (0.1, 10.0)
-_STATUS = re.compile(r"status code: (\d{3})")
+_STATUS = re.compile(r"\bcode: (\d{3})")
 _QUERY = re.compile(r"\?\S+")  # of a signed URL: not for logs
-_CLOUDS = ("AWS", "GOOGLE", "AZURE")
+_ANSWER = re.compile(r"<Code>([^<]*)</Code>(?:\s*<Message>([^<\n]*))?")  # what else stands there may be a secret
+_FULL = ("QuotaExceeded", "StorageFull", "InsufficientStorage")
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "container does not exist")
 _DELETES = 1000  # in one call
 
 
@@ -97,19 +100,33 @@ class ObjectFiles(DurableFiles):
     ) -> Wrote:
         """Put an object, in one request."""
         import obstore
-        from obstore.exceptions import AlreadyExistsError, NotSupportedError
+        from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError
 
         path, key = self.path(job, step.attempt, step.step, name), _key(job, step, name)
         if should_stop():
             return "stopped"
         whole = [piece for piece in pieces if len(piece)]
+        mode: Literal["create", "overwrite"] = "create" if is_once else "overwrite"
         with mapped("write", path):
-            try:
-                obstore.put(self.store, key, whole, use_multipart=False, mode="create" if is_once else "overwrite")
-            except AlreadyExistsError:
-                return "there"
-            except NotSupportedError:  # a store without conditional puts: names hold digests, nothing is mixed up
-                obstore.put(self.store, key, whole, use_multipart=False)
+            for is_again in (False, True):
+                try:
+                    obstore.put(self.store, key, whole, use_multipart=False, mode=mode)
+                    break
+                except AlreadyExistsError:
+                    if mode == "overwrite":  # Azure says so as well of an object that is locked
+                        raise
+                    return "there"
+                except (
+                    NotImplementedError,
+                    NotSupportedError,
+                ):  # no conditional puts: names hold digests, nothing is mixed up
+                    if is_again:
+                        raise
+                    mode = "overwrite"
+                except BaseError as exc:  # obstore does not repeat a creation of which no answer came
+                    said = str(exc).partition("\n")[0]
+                    if is_again or _STATUS.search(said) or "max_retries" in said:
+                        raise
         self._readers.pop(key, None)
         return "written"
 
@@ -158,10 +175,16 @@ class ObjectFiles(DurableFiles):
         """Remove objects, many in one request."""
         import obstore
 
-        ours = [_key(job, step, name) for name in sorted(names)]
-        with mapped("remove", self.path(job, step.attempt, step.step)):
-            for at in range(0, len(ours), _DELETES):
-                obstore.delete(self.store, ours[at : at + _DELETES])
+        path, ours = self.path(job, step.attempt, step.step), [_key(job, step, name) for name in sorted(names)]
+        for at in range(0, len(ours), _DELETES):
+            keys = ours[at : at + _DELETES]
+            try:
+                with mapped("remove", path):
+                    obstore.delete(self.store, keys)
+            except IntegrityError:  # Google and Azure stop at one that is gone; S3 does not
+                for key in keys:
+                    with suppress(IntegrityError), mapped("remove", path):
+                        obstore.delete(self.store, key)
         self._readers.clear()
 
     def tidy(self, job: str, step: StepId) -> None:
@@ -218,7 +241,8 @@ def check_url(url: str) -> str:
     if "@" in url or parts.query or parts.fragment:  # anywhere: a secret key may have a slash in it
         raise ConfigError(
             f"durable={parts.scheme}://...: credentials, queries and fragments have no place in it, for it is logged "
-            "and stored; put credentials into the environment of the holders (AWS_ACCESS_KEY_ID and the like)"
+            f"and stored; write {parts.scheme}://bucket/folder, and put {SCHEMES[parts.scheme]} and the like into "
+            "the environment of the holders"
         )
     names = parts.path.split("/")
     if not parts.netloc or ".." in names or "." in names or "" in names[1:-1] or not url.isprintable():
@@ -236,14 +260,18 @@ def mapped(action: str, path: str) -> Iterator[None]:
     except MemstoreError:
         raise
     except (theirs.BaseError, OSError, ValueError) as exc:
-        words = _QUERY.sub("?...", str(exc).partition("\n")[0])[:400]
-        what = f"cannot {action} {path}: {words}"
-        status = _STATUS.search(words)
+        text = str(exc)
+        first = re.split(r"[<\n]", text)[0]
+        status, answer = _STATUS.search(first), _ANSWER.search(text)
+        said = " ".join(filter(None, answer.groups())) if answer else ""
+        what = f"cannot {action} {path}: {_QUERY.sub('?...', first)[:500]}{said[:200]}"
         code = int(status[1]) if status else 0
-        if code == 507 or any(word in str(exc) for word in ("QuotaExceeded", "StorageFull", "InsufficientStorage")):
+        if code == 507 or any(word in text for word in _FULL):
             raise CapacityError(f"{what}: free room there, or lower durable_keep", path=path) from exc
-        if isinstance(exc, (theirs.PermissionDeniedError, theirs.UnauthenticatedError)) or "NoSuchBucket" in str(exc):
+        if code in (401, 403) or any(word in text for word in _NO_BUCKET):
             raise ConfigError(f"{what}: create the bucket, or correct the holder's credentials", path=path) from exc
+        if "builder error" in first:  # obstore's words for http:// where that is not allowed
+            raise ConfigError(f"{what}: set {_allows_http(path)}=true, or an endpoint with TLS", path=path) from exc
         if isinstance(exc, FileNotFoundError) or code == 416:
             raise IntegrityError(f"{what}: it is gone, or shorter than it was", path=path) from exc
         raise TransportError(f"{what}: nothing is known about the bytes, it may be tried again", path=path) from exc
@@ -266,12 +294,21 @@ def _store(url: str) -> ObjectStore:
         "timeout": timedelta(seconds=_REQUEST_S),
         "connect_timeout": timedelta(seconds=_CONNECT_S),
         # obstore reads this one from the environment only where no client option is given.
-        "allow_http": any(os.environ.get(f"{cloud}_ALLOW_HTTP", "").lower() in ("1", "true") for cloud in _CLOUDS),
+        "allow_http": os.environ.get(_allows_http(url), "").lower() in ("1", "true"),
     }
     try:
         return from_url(url, client_options=client, retry_config=retry)
     except (BaseError, ValueError) as exc:
-        raise ConfigError(f"durable={url!r} is no object store that can be used: {exc}") from exc
+        said, variable = str(exc).partition("\n")[0], SCHEMES[urlsplit(url).scheme]
+        raise ConfigError(
+            f"durable={url!r} is no object store that can be used: {said}; correct {variable} and the like in the "
+            "environment of the holders"
+        ) from exc
+
+
+def _allows_http(url: str) -> str:
+    """Return the name of the variable."""
+    return SCHEMES[urlsplit(url).scheme].partition("_")[0] + "_ALLOW_HTTP"
 
 
 def _key(job: str, step: StepId, *names: str) -> str:

@@ -27,7 +27,7 @@ COMPOSED = ("folder_then_train", "days_then_restart", "rack_then_host", "clock_b
 COMPOSED_SHARE = 0.45
 PARITY, PARITY_SHARE = "parity", 0.3  # of the rounds of other shapes
 TWO_LOSSES_SHARE = 0.4  # of those with parity on four hosts or more
-STORAGES = ("", "", "directory", "s3")
+STORAGES = ("", "", "directory", "s3", "gs")
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def draw(seed: int, *, shape: str = "", is_short: bool = False) -> NemesisScenar
     world_size = rng.randint(2, 5) if shape != "rack_then_host" else 4
     storage = rng.choice(STORAGES) if shape == "random" and not is_short else ""
     if shape == "memory_lost":
-        storage = rng.choice(("directory", "s3"))
+        storage = rng.choice(("directory", "s3", "gs"))
     has_days = shape == "days_then_restart" or (shape == "random" and rng.random() < 0.15)
     is_short_lived = has_days or (bool(storage) and rng.random() < 0.3)
     job_ttl_s = rng.uniform(13.0, 16.0) if is_short_lived else 86_400.0  # a holder notes the time every 10 s

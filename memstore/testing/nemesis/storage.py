@@ -1,4 +1,4 @@
-"""Durable storage of a round: none, a directory, or an S3 server of its own behind a layer that fails on request."""
+"""Durable storage of a round: none, a directory, or an object store's server behind a layer that fails on request."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from memstore.testing.faults.s3_server import HttpFaults, S3Server, server_environment
-
-BUCKET = "nemesis"
+from memstore.testing.faults.object_servers import CLOUDS, HttpFaults, ObjectServer
 
 
 class NemesisStorage:
@@ -28,14 +26,13 @@ class NemesisStorage:
             self.place = self.folder / "durable"
             self.place.mkdir(parents=True)
             self.url = str(self.place)
-        elif self.kind == "s3":
+        elif self.kind in CLOUDS:
             self.folder.mkdir(parents=True, exist_ok=True)
-            server = self._stack.enter_context(S3Server(self.folder))
-            self.faults = self._stack.enter_context(HttpFaults(server.port))
+            server = self._stack.enter_context(ObjectServer(self.kind, self.folder))
+            self.faults = self._stack.enter_context(HttpFaults(server))
             self.faults.server.handle_error = lambda *_: None  # type: ignore[method-assign]  # clients that hang up
-            server.make_bucket(BUCKET)
-            self.environment = server_environment(self.faults.port)
-            self.url = f"s3://{BUCKET}/checkpoints"
+            self.environment = self.faults.environment()
+            self.url = f"{server.url}/checkpoints"
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -44,7 +41,7 @@ class NemesisStorage:
     def damage(self, rng: random.Random) -> tuple[str, Callable[[], None]]:
         """Break the storage; return what was done and the function that undoes it."""
         if self.faults is not None:
-            return self._damage_s3(self.faults, rng)
+            return self._damage_objects(self.faults, rng)
         if self.kind != "directory" or not self.place.is_dir():
             return "nothing (it is away already)", lambda: None
         aside = self.place.with_name("durable-aside")
@@ -72,13 +69,13 @@ class NemesisStorage:
             shutil.rmtree(path, ignore_errors=True)
         return True
 
-    def _damage_s3(self, faults: HttpFaults, rng: random.Random) -> tuple[str, Callable[[], None]]:
+    def _damage_objects(self, faults: HttpFaults, rng: random.Random) -> tuple[str, Callable[[], None]]:
         method = rng.choice(("PUT", "PUT", "GET", "DELETE"))
-        kind = rng.choice(("status", "hang-up", "lose-reply", "wait"))
+        kind = rng.choice(("status", "hang-up", "lose-reply", "reset", "wait"))
         rule = faults.add(method, "", kind=kind, times=rng.choice((1, 5, 50)), status=rng.choice((500, 503, 403)))
 
         def restore() -> None:
             rule.times = 0
             rule.gate.set()
 
-        return f"S3: {rule.times} {method} requests: {kind} {rule.status if kind == 'status' else ''}", restore
+        return f"{self.kind}: {rule.times} {method} requests: {kind} {rule.status if kind == 'status' else ''}", restore

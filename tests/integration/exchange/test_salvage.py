@@ -21,6 +21,7 @@ from memstore.cli.output import ExitCode
 from memstore.core.format.manifest import encode_manifest, shard_digest
 from memstore.shell.arena.offline import OfflineArena
 from memstore.shell.arena.slot_headers import HEADER_NBYTES, RECORD_NBYTES
+from memstore.shell.durable import objects
 from memstore.shell.durable.tier import PartsTier, files_from_url
 from memstore.testing.clusters.processes import ProcessCluster
 from memstore.testing.faults import mounts
@@ -32,7 +33,7 @@ from memstore.testing.faults.arena_files import (
     slot_records,
     tear_manifest,
 )
-from memstore.testing.faults.s3_server import S3Server, server_environment
+from memstore.testing.faults.object_servers import ObjectServer
 from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank_process import RankNursery, together
 from recovery.inventory import ShardId
@@ -315,19 +316,18 @@ def test_a_chunk_that_went_bad_in_the_folder_is_decoded(tmp_path: Path, nursery:
 
 
 def test_an_object_store_takes_and_gives_it(
-    tmp_path: Path, nursery: RankNursery, copied: Any, monkeypatch: pytest.MonkeyPatch
+    object_server: ObjectServer, copied: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All hosts salvage under one URL, and the import completes it there."""
     cluster, _ = copied
-    with S3Server(tmp_path) as server:
-        for name, value in server_environment(server.port).items():
-            monkeypatch.setenv(name, value)
-        server.make_bucket("bucket")
-        url = "s3://bucket/out"
-        run(cluster, "salvage", "--to", url)
-        made = run_json(cluster, "import", "train", url, "--durable", url)
-        assert made["step"] == LAST
-        assert PartsTier(files_from_url(url)).lacks("train", record_of(url).marker.step) == ""
+    for name, value in object_server.environment().items():
+        monkeypatch.setenv(name, value)
+    objects._store.cache_clear()
+    url = f"{object_server.url}/out"
+    run(cluster, "salvage", "--to", url)
+    made = run_json(cluster, "import", "train", url, "--durable", url)
+    assert made["step"] == LAST
+    assert PartsTier(files_from_url(url)).lacks("train", record_of(url).marker.step) == ""
 
 
 def record_of(url: str) -> Any:

@@ -1,4 +1,4 @@
-"""A job on real holders whose durable storage is an S3 server: all holders write, and it comes back (R31)."""
+"""A job on real holders whose durable storage is a cloud's: all holders write, and it comes back (R31)."""
 
 from __future__ import annotations
 
@@ -15,31 +15,28 @@ from memstore.core.durable.paths import MARKER, other_key
 from memstore.core.durable.states import WRITES_AT_ONCE
 from memstore.shell.durable.codec import key_name
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
-from memstore.testing.faults.s3_server import HttpFaults, S3Server, server_environment
+from memstore.testing.faults.object_servers import HttpFaults
 from memstore.testing.nemesis.load_meter import LoadMeter
 from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank_process import RankNursery, together
 
 pytest.importorskip("obstore")
 TWO_RACKS = {"h0": {"rack": "r0", "memstore": "replica"}, "h1": {"rack": "r1", "memstore": "replica"}}
-URL = "s3://bucket/checkpoints"
 KIB = 2048  # 32 chunks a rank, so 16 slices
 
 
-@pytest.fixture(scope="module", autouse=True)
-def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpFaults]:
-    with S3Server(tmp_path_factory.mktemp("s3")) as server, HttpFaults(server.port) as faults:
-        server.make_bucket("bucket")
-        yield faults
+@pytest.fixture
+def faults(http_faults: HttpFaults, monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpFaults]:
+    """The way to the server, for the holders that a test starts."""
+    for name, value in http_faults.environment().items():
+        monkeypatch.setenv(name, value)
+    yield http_faults
+    http_faults.clear()
 
 
 @pytest.fixture
-def faults(proxy: HttpFaults, monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpFaults]:
-    """The way to the server, for the holders that a test starts."""
-    for name, value in server_environment(proxy.port).items():
-        monkeypatch.setenv(name, value)
-    yield proxy
-    proxy.clear()
+def url(faults: HttpFaults) -> str:
+    return f"{faults.url}/checkpoints"
 
 
 def put_names(faults: HttpFaults) -> list[str]:
@@ -47,10 +44,12 @@ def put_names(faults: HttpFaults) -> list[str]:
     return [path.split("checkpoints/")[1] for method, path, _, _ in list(faults.seen) if method == "PUT"]
 
 
-def test_all_holders_gone_the_step_comes_back_from_s3(tmp_path: Path, nursery: RankNursery, faults: HttpFaults) -> None:
+def test_all_holders_gone_the_step_comes_back_from_the_cloud(
+    tmp_path: Path, nursery: RankNursery, faults: HttpFaults, url: str
+) -> None:
     """Put, committed, durable; every holder, journal and controller is gone; the bucket alone gives the step back."""
     with ProcessCluster(tmp_path / "one", TWO_RACKS) as cluster:
-        fleet = Fleet(cluster, nursery, job="s3-whole", kib=KIB, durable=URL, durable_every=1000)
+        fleet = Fleet(cluster, nursery, job="cloud-whole", kib=KIB, durable=url, durable_every=1000)
         ranks = fleet.begin(["h0", "h1"], last_step=0)
         assert ranks[0].call("wait", step=0, level="durable")["level"] == "durable"
         fleet.kill(ranks)
@@ -58,9 +57,9 @@ def test_all_holders_gone_the_step_comes_back_from_s3(tmp_path: Path, nursery: R
     slices = Counter(name for name in names if "/rank-" in name)
     assert len(slices) > 4
     assert set(slices.values()) == {1}, "every byte once"
-    assert names[-1] == "s3-whole/1/0/marker"
+    assert names[-1] == "cloud-whole/1/0/marker"
     with ProcessCluster(tmp_path / "two", TWO_RACKS) as cluster:
-        fleet = Fleet(cluster, nursery, job="s3-whole", kib=KIB, durable=URL, durable_every=1000)
+        fleet = Fleet(cluster, nursery, job="cloud-whole", kib=KIB, durable=url, durable_every=1000)
         ranks, got = fleet.resume(["h0", "h1"])
         assert (got["step"], got["verdict"]) == (0, "durable")
         together(ranks, "train", first=1, last=2)
@@ -68,30 +67,30 @@ def test_all_holders_gone_the_step_comes_back_from_s3(tmp_path: Path, nursery: R
 
 
 def test_a_server_that_fails_now_and_then_costs_retries_only(
-    tmp_path: Path, nursery: RankNursery, faults: HttpFaults
+    tmp_path: Path, nursery: RankNursery, faults: HttpFaults, url: str
 ) -> None:
     """Some of the first requests end in a 500 or a closed connection: the step is durable, puts never waited."""
     faults.add("PUT", "/rank-", kind="status", times=2)
     faults.add("PUT", "/rank-1", kind="hang-up", times=2)
     faults.add("PUT", "marker", kind="status", status=503)
     with ProcessCluster(tmp_path, TWO_RACKS) as cluster:
-        fleet = Fleet(cluster, nursery, job="s3-flaky", durable=URL, durable_every=1000)
+        fleet = Fleet(cluster, nursery, job="cloud-flaky", durable=url, durable_every=1000)
         ranks = fleet.begin(["h0", "h1"], last_step=0)
         assert ranks[0].call("wait", step=0, level="durable")["level"] == "durable"
         assert [rule.times for rule in faults.rules] == [0, 0, 0]
 
 
 def test_a_full_bucket_shows_in_status_and_a_later_step_becomes_durable(
-    tmp_path: Path, nursery: RankNursery, faults: HttpFaults
+    tmp_path: Path, nursery: RankNursery, faults: HttpFaults, url: str
 ) -> None:
     """While every PUT is refused commits go on and status names the bucket; with room the next due step is written."""
     with ProcessCluster(tmp_path, TWO_RACKS) as cluster:
-        fleet = Fleet(cluster, nursery, job="s3-full", durable=URL, durable_every=1)
+        fleet = Fleet(cluster, nursery, job="cloud-full", durable=url, durable_every=1)
         quota = b"<Error><Code>QuotaExceeded</Code></Error>"  # with 403: other than a 507 it is not tried again
         full = faults.add("PUT", "/rank-", kind="status", status=403, body=quota, times=1 << 30)
         ranks = fleet.begin(["h0", "h1"], last_step=0)
-        problem = wait_for(lambda: cluster.job("s3-full")["durable_problem"], "the problem in status")
-        assert f"{URL}/s3-full/" in problem
+        problem = wait_for(lambda: cluster.job("cloud-full")["durable_problem"], "the problem in status")
+        assert f"{url}/cloud-full/" in problem
         assert "lower durable_keep" in problem
         together(ranks, "train", first=1, last=3)
         full.times = 0
@@ -100,59 +99,61 @@ def test_a_full_bucket_shows_in_status_and_a_later_step_becomes_durable(
         def train_on() -> bool:
             step = next(steps)
             together(ranks, "train", first=step, last=step)
-            return cluster.job("s3-full")["durable_step"] is not None
+            return cluster.job("cloud-full")["durable_step"] is not None
 
         wait_for(train_on, "a durable step", timeout_s=90)
 
 
 def test_what_a_dead_holder_owed_is_written_by_the_other(
-    tmp_path: Path, nursery: RankNursery, faults: HttpFaults
+    tmp_path: Path, nursery: RankNursery, faults: HttpFaults, url: str
 ) -> None:
     """One holder is killed with PUTs under way: the other writes its slices, and the step becomes durable (R31)."""
     with ProcessCluster(tmp_path, TWO_RACKS, detect=1.0) as cluster:
-        fleet = Fleet(cluster, nursery, job="s3-dead", kib=KIB, durable=URL, durable_every=1000)
+        fleet = Fleet(cluster, nursery, job="cloud-dead", kib=KIB, durable=url, durable_every=1000)
         held = faults.add("PUT", "/rank-", kind="wait", times=1 << 30)
         ranks = fleet.begin(["h0", "h1"], last_step=0)
         wait_for(lambda: len(put_names(faults)) >= 8, "both holders to write")  # four at once each
         cluster.kill_holder("h1")
         held.times = 0
         held.gate.set()
-        wait_for(lambda: cluster.job("s3-dead")["durable_step"] == 0, "the durable step", timeout_s=60)
-        assert cluster.job("s3-dead")["durable_abandoned"] == 0
+        wait_for(lambda: cluster.job("cloud-dead")["durable_step"] == 0, "the durable step", timeout_s=60)
+        assert cluster.job("cloud-dead")["durable_abandoned"] == 0
         del ranks
 
 
 def test_commits_go_on_while_every_write_hangs(
-    tmp_path: Path, nursery: RankNursery, faults: HttpFaults, load_meter: LoadMeter
+    tmp_path: Path, nursery: RankNursery, faults: HttpFaults, url: str, load_meter: LoadMeter
 ) -> None:
     """A hung write whose step made way for the next one keeps no slot: put after put commits (R12, R31)."""
     hung = faults.add("PUT", "/rank-", kind="wait", times=1000)
     with ProcessCluster(tmp_path, TWO_RACKS) as cluster:
-        fleet = Fleet(cluster, nursery, job="s3-hung", durable=URL, durable_every=1)
+        fleet = Fleet(cluster, nursery, job="cloud-hung", durable=url, durable_every=1)
         ranks = fleet.begin(["h0", "h1"], last_step=0)
         wait_for(lambda: hung.times < 1000, "a write that hangs")
         for step in range(1, 6):
             put_within(ranks, load_meter, step, 1.0)
             together(ranks, "wait", step=step)
-        assert cluster.job("s3-hung")["durable_step"] is None
+        assert cluster.job("cloud-hung")["durable_step"] is None
         faults.clear()
-        wait_for(lambda: cluster.job("s3-hung")["durable_step"] is not None, "a durable step")
+        wait_for(lambda: cluster.job("cloud-hung")["durable_step"] is not None, "a durable step")
 
 
 def test_storage_that_hangs_holds_up_no_job_with_another(
-    tmp_path: Path, nursery: RankNursery, faults: HttpFaults
+    tmp_path: Path, nursery: RankNursery, faults: HttpFaults, url: str
 ) -> None:
     """All writers of both hosts hang in one job's storage: the steps of another job become durable in theirs (R31)."""
-    hung = faults.add("PUT", "/s3-stuck/", kind="wait", times=1000)
+    hung = faults.add("PUT", "/cloud-stuck/", kind="wait", times=1000)
     durable = tmp_path / "durable"
     durable.mkdir()
     with ProcessCluster(tmp_path / "cluster", TWO_RACKS, arena_bytes=128 << 20) as cluster:
-        Fleet(cluster, nursery, job="s3-stuck", kib=KIB, durable=URL, durable_every=1).begin(["h0", "h1"], last_step=0)
+        Fleet(cluster, nursery, job="cloud-stuck", kib=KIB, durable=url, durable_every=1).begin(
+            ["h0", "h1"], last_step=0
+        )
         wait_for(lambda: hung.times <= 1000 - 2 * WRITES_AT_ONCE, "all writers to hang")
         other = Fleet(cluster, nursery, job="other", durable=str(durable), durable_every=1)
         ranks = other.begin(["h0", "h1"], last_step=0)
         assert ranks[0].call("wait", step=0, level="durable")["level"] == "durable"
-        assert cluster.job("s3-stuck")["durable_step"] is None
+        assert cluster.job("cloud-stuck")["durable_step"] is None
 
 
 # -- test faults durable keys -------------------------------------------------------------------------

@@ -251,7 +251,8 @@ def test_paths_and_file_urls_are_directories(url: str) -> None:
         ("s3://b//c", "write s3://bucket/folder"),
         ("gs://b/c\n", "write gs://bucket/folder"),
         ("s3://b/c?versionId=1", "no place in it"),
-        ("az://account/c?sig=SECRET", "no place in it"),
+        ("az://account/c?sig=SECRET", "no place in it.*write az://bucket/folder.*AZURE_STORAGE_ACCOUNT_NAME"),
+        ("az://container@account.blob.core.windows.net/c", "no place in it.*AZURE_STORAGE_ACCOUNT_NAME"),
         ("s3://KEY:SECRET@bucket/c", "no place in it"),
         ("s3://KEY@bucket/c", "no place in it"),
         ("s3://KEY:a/SECRET@bucket/c", "no place in it"),
@@ -270,6 +271,14 @@ def test_other_urls_are_refused_with_the_way_out(url: str, reason: str) -> None:
         files_from_url(url)
     assert "SECRET" not in str(caught.value)
     assert "KEY" not in str(caught.value).replace("AWS_ACCESS_KEY_ID", "")
+
+
+def test_an_account_that_is_not_named_is_asked_for() -> None:
+    """Only Azure's store needs more than its URL says: the refusal is one line, with the variable."""
+    pytest.importorskip("obstore")
+    objects._store.cache_clear()
+    with pytest.raises(ConfigError, match=r"^.*Account must be specified.*AZURE_STORAGE_ACCOUNT_NAME.*$"):
+        files_from_url("az://bucket/x")
 
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,12 @@
-"""The durable tier, on a directory and on an S3 server alike: whole or not at all, marker last, first to go (R31)."""
+"""The durable tier, on a directory and in every cloud alike: whole or not at all, marker last, first to go (R31)."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,30 +35,23 @@ from memstore.testing.durable_steps import (
     write_slice,
     write_step,
 )
-from memstore.testing.faults.s3_server import S3Server, server_environment
+from memstore.testing.faults.object_servers import CLOUDS, ObjectServer
 from recovery.inventory import DurableMarker, ShardId, StepId
 
 NUMBERS = itertools.count()
+pytestmark = pytest.mark.parametrize("object_server", ["directory", *CLOUDS], indirect=True)
 
 
-@pytest.fixture(scope="module", autouse=True)  # before the check for leaks begins
-def s3_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    pytest.importorskip("obstore")
-    with S3Server(tmp_path_factory.mktemp("s3")) as server:
-        server.make_bucket("bucket")
-        yield server.port
-
-
-@pytest.fixture(params=["directory", "s3"])
-def url(request: pytest.FixtureRequest, s3_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture
+def url(object_server: ObjectServer | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """An empty place of either kind."""
-    if request.param == "directory":
+    if object_server is None:
         (tmp_path / "durable").mkdir()
         return str(tmp_path / "durable")
-    for name, value in server_environment(s3_port).items():
+    for name, value in object_server.environment().items():
         monkeypatch.setenv(name, value)
     objects._store.cache_clear()  # it keeps the environment of the test before
-    return f"s3://bucket/folder-{next(NUMBERS)}"
+    return f"{object_server.url}/folder-{next(NUMBERS)}"
 
 
 @pytest.fixture
@@ -239,6 +234,26 @@ def test_a_removed_step_is_gone_and_the_others_are_not(tier: PartsTier) -> None:
         tier.remove_step(JOB, StepId(1, 1))
         assert markers_of(tier, JOB) == ([kept], [])
         assert names(tier, 1) == set()
+
+
+def test_removal_of_what_is_gone_removes_the_rest(tier: PartsTier) -> None:
+    """Two hosts may remove one step: names that the other has removed are in no one's way."""
+    write_step(tier, 1)
+    ours = sorted(names(tier))
+    tier.files.remove(JOB, StepId(1, 1), ours[1:3])
+    tier.files.remove(JOB, StepId(1, 1), ours)
+    assert names(tier) == set()
+
+
+def test_a_step_of_more_names_than_a_page_is_listed_and_removed(tier: PartsTier) -> None:
+    """A listing of S3 and Google has 1000 names, a removal 1000 on S3 and 256 on Azure."""
+    ours = {f"rank-{number}.0.{'a' * 32}" for number in range(1001)}
+    with ThreadPoolExecutor(8) as pool:
+        write = partial(tier.files.write, JOB, StepId(1, 1), pieces=[b"x"], should_stop=never, is_once=True)
+        assert set(pool.map(write, ours)) == {"written"}
+    assert names(tier) == ours
+    tier.files.remove(JOB, StepId(1, 1), ours)
+    assert names(tier) == set()
 
 
 def test_sweep_removes_what_crashes_left(tier: PartsTier) -> None:
