@@ -26,6 +26,7 @@ from memstore.cli.output import (
     plain_table,
     plural,
     print_json,
+    progress_bar,
     say,
     size_text,
     words_console,
@@ -97,9 +98,10 @@ def up(
     join_ray_for_verb(address, timeout_s)
     from memstore.admin.cluster import LEAST_S, start
 
-    start(config, timeout_s=max(LEAST_S, deadline_s - time.monotonic()))
-    where = Where(config, address)
-    body = where.status() if hosts_count is None else _wait_hosts(where, hosts_count, deadline_s, timeout_s)
+    with progress_bar("starting", hosts_count, "hosts") as tell:
+        start(config, timeout_s=max(LEAST_S, deadline_s - time.monotonic()), on_hosts=tell)
+        where = Where(config, address)
+        body = where.status() if hosts_count is None else _wait_hosts(where, hosts_count, deadline_s, timeout_s, tell)
     beat_s = time.monotonic() + BEAT_S
     while any(h.stats is None for h in body.hosts if h.status == "live") and time.monotonic() < beat_s:
         time.sleep(POLL_S)
@@ -168,12 +170,13 @@ def sharing_words(nodes: dict[str, int]) -> str:
     return f". {', '.join(shared)}: for a holder each, start every node with a name, `ray start --labels host=NAME`"
 
 
-def _wait_hosts(where: Where, count: int, deadline_s: float, timeout_s: float) -> Status:
+def _wait_hosts(where: Where, count: int, deadline_s: float, timeout_s: float, tell: Callable[..., object]) -> Status:
     from memstore.admin.cluster import nodes_by_host
 
     while True:
         body = where.status()
         live = sum(row.status == "live" for row in body.hosts)
+        tell(done=live, total=count)
         if live >= count:
             return body
         if time.monotonic() > deadline_s:
@@ -222,8 +225,9 @@ def down(
         from memstore.admin.cluster import stop
 
         _refuse_unknown(config)
-        stop(config=config, keep_data=not discard, force=yes)
-        kept = _released(config)
+        with progress_bar("stopping", unit="hosts") as tell:
+            stop(config=config, keep_data=not discard, force=yes, on_hosts=tell)
+            kept = _released(config)
     except (PeerUnreachable, PeerTimeout) as error:
         raise type(error)(f"{error}. What the store left here: `memstore down --leftovers`") from error
     _report_down(config, kept, discard=discard, as_json=as_json)
@@ -353,12 +357,16 @@ def drain(ctx: click.Context, where: Where, host: str, within_s: float, cancel: 
 
 def _await_copies(where: Where, host: str, *, is_draining: bool, until_s: float) -> HostRow:
     """Return the host's status row once the notice is replicated and no more copies can come, or at the timeout."""
-    while True:
-        row = next(row for row in where.status().hosts if row.host == host)
-        is_known = (row.drains_s is not None) == is_draining
-        if row.status == "dead" or (is_known and not row.drain_may_come) or time.monotonic() > until_s:
-            return row
-        time.sleep(POLL_S)
+    with progress_bar("copying", unit="shards") as tell:
+        most = 0
+        while True:
+            row = next(row for row in where.status().hosts if row.host == host)
+            is_known = (row.drains_s is not None) == is_draining
+            if row.status == "dead" or (is_known and not row.drain_may_come) or time.monotonic() > until_s:
+                return row
+            most = max(most, row.drain_left)
+            tell(done=most - row.drain_left, total=most)
+            time.sleep(POLL_S)
 
 
 @click.command(short_help="This user's stores on this machine, live or left over.")

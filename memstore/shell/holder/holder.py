@@ -376,6 +376,7 @@ class Holder:
             received_bytes=self.peer_server.received_bytes + self.peer_server.parity.received_bytes,
             short_of_room=self.sessions.facts.problem or self.replicas.manifests.problem,
             behind_ranks=self.priority.behind,
+            verified_bytes=self.scrubber.verified_bytes,
         )
         return Heartbeat(stats=stats, trained=self.trained.newest(), clock_s=None)
 
