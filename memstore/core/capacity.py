@@ -358,7 +358,7 @@ class Reservations:
             return
         active.is_ordered = True
         active.ordered = [self.need(job, attempt, rank) for rank in range(attempt.world_size)]
-        self.take_back_leases()
+        self.take_back_leases(job.name)
         if not attempt.has_put:
             self.retention.free_unrestorable(job)
             attempt.parity_sets = attempt.parity_sets or self.view.parity_sets(job, attempt, active.ordered)
@@ -492,8 +492,8 @@ class Reservations:
                 del self.rebuilds[name, host]
                 self.order(job, job.newest, only=(host,), is_news_only=True)
 
-    def take_back_leases(self) -> None:
-        """End the leases of all readers, and give their room to puts that need it (R36)."""
+    def take_back_leases(self, name: str) -> None:
+        """End the leases of all readers, and give their room to puts of a job that needs it (R36)."""
         for job in self.state.jobs.values():
             if job.lease_room.versions:
                 job.leased.clear()
@@ -672,7 +672,7 @@ class Reservations:
         known = self.unroomed.pop((name, host_id), None)
         if why:
             self.unroomed[name, host_id] = ReservationRefused(attempt, why, self.state.now + RETRY_S)
-            self.take_back_leases()
+            self.take_back_leases(name)
         if why and (known is None or known.why != why):
             self.out.log(f"host {host_id} has no room for job {name!r} yet: {why}", "warning")
 
