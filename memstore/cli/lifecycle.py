@@ -59,6 +59,9 @@ def start_options(verb: Callable[..., R]) -> Callable[..., R]:
 START_OPTIONS = (
     click.option("--address", metavar="ADDRESS", help="Ray cluster; default: the one this machine belongs to."),
     click.option("--arena-bytes", metavar="SIZE", help='Memory per host, such as "64GiB"; default: measured.'),
+    click.option(
+        "--quota", multiple=True, metavar="[JOB=]SIZE", help="Most of it for any job, or for JOB alone. Repeatable."
+    ),
     click.option("--chunk-bytes", metavar="SIZE", help='Unit of storage and transfer, such as "4MiB".'),
     click.option("--interface", metavar="NAME", help="Network of copies: a name or a CIDR; or several, with commas."),
     click.option("--port", type=int, metavar="PORT", help="Port of every holder; default: any free one."),
@@ -117,6 +120,9 @@ def up(
     say(words + (f" and {len(live) - 10} more" if len(live) > 10 else ""))
     for line in limit_lines(body.hosts, terms):
         say(line)
+    if config.quotas:
+        quotas = (f"{job or 'any other job'} {size_text(nbytes)}" for job, nbytes in config.quotas.items())
+        say(f"at most of it, by their quotas: {', '.join(quotas)}")
     show_bill(words_console(), rows, terms)
     adopted = [job.job for job in body.jobs]
     if adopted:
@@ -125,7 +131,7 @@ def up(
 
 def store_config(config: Config, fields: dict[str, Any]) -> Config:
     """Return the config with the fields that were given; a bad one is wrong usage."""
-    given = {name: value for name, value in fields.items() if value is not None}
+    given = {name: value for name, value in fields.items() if value not in (None, ())}
     for name in {"failure_domains", "interface"} & given.keys():
         given[name] = tuple(part.strip() for part in given[name].split(",") if part.strip())
     if "chunk_bytes" in given:

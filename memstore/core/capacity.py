@@ -495,6 +495,8 @@ class Reservations:
     def take_back_leases(self, name: str) -> None:
         """End the leases of all readers, and give their room to puts of a job that needs it (R36)."""
         for job in self.state.jobs.values():
+            if job.leased:
+                self.out.note("leases_ended", job=job.name, readers=sum(map(len, job.leased.values())), of_job=name)
             if job.lease_room.versions:
                 job.leased.clear()
                 job.lease_room = LeaseRoom()
@@ -596,7 +598,7 @@ class Reservations:
 
         It settles what waits for an older order as well, whose answer went with a session: the newer one asks for all.
         """
-        problem, number = report.problem, report.number.number
+        problem, number = report.problem, report.number.number  # of a problem further lines are a table
         if report.number.term != self.term:
             return
         rebuild = self.rebuilds.get((report.job, host_id))
@@ -621,7 +623,7 @@ class Reservations:
             if not active.waits:
                 self._finish(self.state.jobs[report.job], active)
         elif not claims:
-            self._reserved_late(host_id, report.job, report.attempt, problem or "")
+            self._reserved_late(host_id, report.job, report.attempt, (problem or "").partition("\n")[0])
         self._finish_claims()
 
     def _is_asked_for_less(self, host_id: str, report: Reserved) -> bool:
@@ -635,7 +637,7 @@ class Reservations:
         attempt = job.newest if job is not None else None
         is_current = attempt is not None and attempt.attempt_number == report.attempt and not report.is_fault
         if job and attempt and is_current and number > self.lowered.get(report.job, (0, ()))[0]:
-            self._lower_in_flight(job, attempt, f"{host_id}: {report.problem}")
+            self._lower_in_flight(job, attempt, f"{host_id}: {report.problem}".partition("\n")[0])
         last, asked_again = self.lowered.get(report.job, (0, set()))
         if number <= last and host_id in asked_again:
             return True  # the answer to an order that asked for more
@@ -708,15 +710,16 @@ class Reservations:
             return
         del self.active[job.name]
         host, why = min(active.refusals.items(), key=lambda refusal: (refusal[0] in active.faults, refusal))
+        pins = ""
         if job.pins and host not in active.faults:
-            why += f"; its pins take room of their own: {listed_pins(job)}, `memstore unpin {job.name} NAME` frees it"
+            pins = f" (its pins take room of their own: {listed_pins(job)}, `memstore unpin {job.name} NAME` frees it)"
         self._take_back(attempt, active)
         # The hosts that had room give it back, by a numbered order, so that its answers are not taken for later ones.
         self.claim(job, attempt, lambda host, why: None)
         is_alike = not attempt.has_put and len(active.calls) == attempt.world_size  # else some rank trains already
         error = "CapacityError" if is_alike else "GrowthRefused"
         how = f"room for {job.name} is not claimed on" if host in active.faults else f"{job.name} does not fit on"
-        self._dismiss(active, error, f"{how} {host}: {why}")
+        self._dismiss(active, error, f"{how} {host}{pins}: {why}")
 
     def apply_claimed(self, fact: SlotsReserved, *, is_replay: bool) -> None:
         """Answer all ranks: the fact is replicated, so no successor makes them wait for ranks that put already."""

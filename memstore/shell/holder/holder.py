@@ -88,6 +88,7 @@ def _limit(folder: Path, config: Config, arena_limit_bytes: int, words: str) -> 
         lambda asked, claimed: admission(
             measure(config.arena_dir, folder=folder), asked_bytes=asked, claimed_bytes=claimed
         ),
+        config.quotas,
     )
 
 
