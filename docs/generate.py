@@ -31,6 +31,7 @@ VALUES = {
     "store": "1 to 64 letters, digits, `.`, `_`, `-`",
     "arena_dir": "an absolute path",
     "arena_bytes": '`"auto"`, bytes, or text such as `"64GiB"`',
+    "quota": '`"64GiB"`, bytes, a list of these and `"JOB=SIZE"`, or None',
     "failure_domains": "names of node labels",
     "interface": '`eth2`, `10.20.0.0/16`, an address, a list of these (`["ib0", "ib1"]`), or None',
     "detect": '`"fast"`, `"normal"`, `"slow"`, or 0.1 s to 3,600 s',

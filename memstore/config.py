@@ -41,6 +41,7 @@ STORE_FIELDS = (
     "store",
     "arena_dir",
     "arena_bytes",
+    "quota",
     "chunk_bytes",
     "failure_domains",
     "interface",
@@ -65,6 +66,7 @@ class Config:
     store: str = "default"  # name of the store; processes that give the same one share it
     arena_dir: str = "/dev/shm"  # folder of a memory file system, in which the arenas lie
     arena_bytes: int | str = "auto"  # most memory per host, grown as jobs reserve it; "auto": measured (R9)
+    quota: str | int | Sequence[str] | None = None  # most memory of each host that a job may reserve, or by job (R10)
     chunk_bytes: int = 4 * MIB  # unit of storage and transfer; a multiple of 4096
     failure_domains: tuple[str, ...] = ("zone", "rack")  # node labels, coarsest first, as far as nodes have them (R18)
     interface: str | Sequence[str] | None = None  # network(s) of copies, each an interface or a CIDR; None: default's
@@ -119,6 +121,7 @@ class Config:
         _check_path("arena_dir", self.arena_dir)
         if self.arena_bytes != "auto":
             object.__setattr__(self, "arena_bytes", bytes_from_text("arena_bytes", self.arena_bytes))
+        object.__setattr__(self, "quota", _quota(self.quota))
         for name, low, high in _RANGES:
             object.__setattr__(self, name, _check_number(name, getattr(self, name), low, high))
         object.__setattr__(self, "detect", _check_detect(self.detect))
@@ -148,6 +151,12 @@ class Config:
         """The fields that were passed explicitly."""
         named: frozenset[str] = vars(self)["_given"]
         return named
+
+    @property
+    def quotas(self) -> dict[str, int]:
+        """The most bytes of each host that jobs may reserve, by name; "" stands for every other job."""
+        named = [str(each).rpartition("=") for each in self.quota or ()]  # type: ignore[union-attr]
+        return {job: bytes_from_text("quota", size) for job, _, size in named}
 
     @property
     def dead_after_s(self) -> float:
@@ -222,6 +231,23 @@ def _interfaces(value: Any) -> str | tuple[str, ...] | None:
     if len({*names}) < len(names):
         raise ConfigError(f"interface={shown} names one of them twice", field="interface")
     return names[0] if len(names) == 1 else tuple(names)
+
+
+def _quota(value: Any) -> tuple[str, ...] | None:
+    """Return quotas as "SIZE", of every job, or "JOB=SIZE"; ConfigError for anything else, none, or a job's second."""
+    if value is None:
+        return None
+    each = [str(size) for size in (value if isinstance(value, list | tuple) else [value])]
+    jobs = [check_name("job", job) if is_named else "" for job, is_named, _ in (size.rpartition("=") for size in each)]
+    for size in each:
+        bytes_from_text("quota", size.rpartition("=")[2])
+    if len({*jobs}) < len(jobs) or not jobs:
+        raise ConfigError(
+            f'quota={str(value)[:SHOWN_CHARS_MAX]!r} must be a size for every job, such as "64GiB", or a list with one '
+            'size for a job, such as ["64GiB", "eval=8GiB"]',
+            field="quota",
+        )
+    return tuple(each)
 
 
 def commands_naming(store: str, arena_dir: str, text: str) -> str:

@@ -71,7 +71,13 @@ class ClusterStatus:
         return asdict(self)
 
 
-def start(config: Config | None = None, *, address: str | None = None, timeout_s: float | None = None) -> ClusterStatus:
+def start(
+    config: Config | None = None,
+    *,
+    address: str | None = None,
+    timeout_s: float | None = None,
+    on_hosts: Callable[..., object] | None = None,
+) -> ClusterStatus:
     """Start one holder per host and the controller; calling it again is fine (R3).
 
     Args:
@@ -80,6 +86,7 @@ def start(config: Config | None = None, *, address: str | None = None, timeout_s
         address: Ray cluster; default: the one this process is connected to, one found on this machine, or a
             new local one that lives as long as this process.
         timeout_s: For Ray to answer and every holder to be up; default: `connect_timeout_s` for Ray, then 90 s.
+        on_hosts: Takes `done=` and `total=`, the hosts that are up and those that will be, while it waits for them.
 
     Raises:
         ConfigError: the running store has other fields, or a holder cannot start; says which and why.
@@ -95,7 +102,7 @@ def start(config: Config | None = None, *, address: str | None = None, timeout_s
     actor = running or _create(config)
     _check_fields(config, _describe(actor, deadline_s, limit_s)["fields"])
     try:
-        _wait_started(actor, deadline_s, limit_s, config)
+        _wait_started(actor, deadline_s, limit_s, config, on_hosts)
     except ConfigError as error:
         if running is None and getattr(error, "hosts", None) == []:
             _close(actor, discard=False)  # unused so far; closed, so that the user can try what the error advises
@@ -332,7 +339,9 @@ def _describe(actor: Any, deadline_s: float, limit_s: float) -> dict[str, Any]:
     return dict(said)
 
 
-def _wait_started(actor: Any, deadline_s: float, limit_s: float, config: Config) -> None:
+def _wait_started(
+    actor: Any, deadline_s: float, limit_s: float, config: Config, on_hosts: Callable[..., object] | None = None
+) -> None:
     """Wait until every node has a holder that the controller talks to.
 
     Raises:
@@ -341,6 +350,8 @@ def _wait_started(actor: Any, deadline_s: float, limit_s: float, config: Config)
     while True:
         seen = _describe(actor, deadline_s, limit_s)
         missing = [n for n in seen["nodes"] if seen["hosts"].get(n) not in seen["connected"]]
+        if on_hosts is not None:
+            on_hosts(done=len(seen["nodes"]) - len(missing), total=len(seen["nodes"]))
         if not missing and seen["nodes"] and seen["is_serving"]:
             return
         failed = next(((n, seen["errors"][n]) for n in missing if n in seen["errors"]), None)
@@ -387,11 +398,16 @@ def status(*, address: str | None = None, config: Config | None = None) -> Clust
 
 
 def stop(
-    *, address: str | None = None, config: Config | None = None, keep_data: bool = True, force: bool = False
+    *,
+    address: str | None = None,
+    config: Config | None = None,
+    keep_data: bool = True,
+    force: bool = False,
+    on_hosts: Callable[..., object] | None = None,
 ) -> None:
     """Stop the controller and every holder. With keep_data the arenas stay for a later start (R5).
 
-    Where nothing runs this does nothing; it starts no Ray.
+    Where nothing runs this does nothing; it starts no Ray. `on_hosts` as in `start`: those that have stopped.
 
     Raises:
         CapacityError: keep_data=False while a committed step lives only in RAM, or durable storage, looked at now,
@@ -410,12 +426,21 @@ def stop(
         return
     if not keep_data and not force:
         refuse_last_copies(config)
-    _close(actor, discard=not keep_data)
+    _close(actor, discard=not keep_data, on_hosts=on_hosts)
 
 
-def _close(actor: Any, *, discard: bool) -> None:
+def _close(actor: Any, *, discard: bool, on_hosts: Callable[..., object] | None = None) -> None:
+    def connected_count() -> int:
+        with contextlib.suppress(Exception):
+            return len(_describe(actor, time.monotonic() + ASK_S, ASK_S)["connected"])
+        return 0
+
+    total, until_s = connected_count() if on_hosts is not None else 0, time.monotonic() + START_S
     with contextlib.suppress(Exception):
-        ray.get(actor.close_holders.remote(discard), timeout=START_S)
+        closing = actor.close_holders.remote(discard)
+        while not ray.wait([closing], timeout=POLL_S)[0] and time.monotonic() < until_s:
+            if on_hosts is not None:
+                on_hosts(done=max(0, total - connected_count()), total=total)
     with contextlib.suppress(Exception):
         ray.get(actor.close.remote(), timeout=ASK_S)
     ray.kill(actor, no_restart=True)

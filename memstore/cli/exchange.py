@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from memstore.cli.offline import progress_bar
 from memstore.cli.options import Where, WholeNumber, config_or_usage, step_or_pin, store_options
-from memstore.cli.output import ExitCode, plural, print_json, say, size_text
+from memstore.cli.output import ExitCode, plural, print_json, progress_bar, say, size_text
 from memstore.config import Config
 
 if TYPE_CHECKING:
@@ -76,7 +75,8 @@ def export(
         before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         stack.callback(signal.signal, signal.SIGTERM, before)
         source = stack.enter_context(reader(job, config=config))
-        note = export_step(source, number, directory, as_format, rank=rank, attempt=attempt, prefix=prefix)
+        tell = stack.enter_context(progress_bar("exporting"))
+        note = export_step(source, number, directory, as_format, tell, rank=rank, attempt=attempt, prefix=prefix)
     if as_json:
         print_json(note)
         return
@@ -137,7 +137,8 @@ def import_(
 
     fields = {name: value for name, value in (("replicas", replicas), ("durable", durable)) if value is not None}
     given = config_or_usage(store=config.store, arena_dir=config.arena_dir, **fields)
-    made = import_job(job, Path(directories[0]), config=given, step=step)
+    with progress_bar("importing") as tell:
+        made = import_job(job, Path(directories[0]), config=given, step=step, progress=tell)
     if as_json:
         print_json(made)
     else:
@@ -150,7 +151,7 @@ def import_(
 def _merge(job: str, places: list[PartsTier], durable: str, has_uncommitted: bool, as_json: bool) -> None:
     from memstore.exchange.salvaging import merge, open_place
 
-    with progress_bar(f"writing {job}") as progress:
+    with progress_bar("writing") as progress:
         made = merge(job, places, open_place(durable), has_uncommitted=has_uncommitted, progress=progress)
     if as_json:
         print_json(made)

@@ -26,6 +26,7 @@ from memstore.cli.output import (
     plain_table,
     plural,
     print_json,
+    progress_bar,
     say,
     size_text,
     words_console,
@@ -58,6 +59,9 @@ def start_options(verb: Callable[..., R]) -> Callable[..., R]:
 START_OPTIONS = (
     click.option("--address", metavar="ADDRESS", help="Ray cluster; default: the one this machine belongs to."),
     click.option("--arena-bytes", metavar="SIZE", help='Memory per host, such as "64GiB"; default: measured.'),
+    click.option(
+        "--quota", multiple=True, metavar="[JOB=]SIZE", help="Most of it for any job, or for JOB alone. Repeatable."
+    ),
     click.option("--chunk-bytes", metavar="SIZE", help='Unit of storage and transfer, such as "4MiB".'),
     click.option("--interface", metavar="NAME", help="Network of copies: a name or a CIDR; or several, with commas."),
     click.option("--port", type=int, metavar="PORT", help="Port of every holder; default: any free one."),
@@ -97,9 +101,10 @@ def up(
     join_ray_for_verb(address, timeout_s)
     from memstore.admin.cluster import LEAST_S, start
 
-    start(config, timeout_s=max(LEAST_S, deadline_s - time.monotonic()))
-    where = Where(config, address)
-    body = where.status() if hosts_count is None else _wait_hosts(where, hosts_count, deadline_s, timeout_s)
+    with progress_bar("starting", hosts_count, "hosts") as tell:
+        start(config, timeout_s=max(LEAST_S, deadline_s - time.monotonic()), on_hosts=tell)
+        where = Where(config, address)
+        body = where.status() if hosts_count is None else _wait_hosts(where, hosts_count, deadline_s, timeout_s, tell)
     beat_s = time.monotonic() + BEAT_S
     while any(h.stats is None for h in body.hosts if h.status == "live") and time.monotonic() < beat_s:
         time.sleep(POLL_S)
@@ -115,6 +120,9 @@ def up(
     say(words + (f" and {len(live) - 10} more" if len(live) > 10 else ""))
     for line in limit_lines(body.hosts, terms):
         say(line)
+    if config.quotas:
+        quotas = (f"{job or 'any other job'} {size_text(nbytes)}" for job, nbytes in config.quotas.items())
+        say(f"at most of it, by their quotas: {', '.join(quotas)}")
     show_bill(words_console(), rows, terms)
     adopted = [job.job for job in body.jobs]
     if adopted:
@@ -123,7 +131,7 @@ def up(
 
 def store_config(config: Config, fields: dict[str, Any]) -> Config:
     """Return the config with the fields that were given; a bad one is wrong usage."""
-    given = {name: value for name, value in fields.items() if value is not None}
+    given = {name: value for name, value in fields.items() if value not in (None, ())}
     for name in {"failure_domains", "interface"} & given.keys():
         given[name] = tuple(part.strip() for part in given[name].split(",") if part.strip())
     if "chunk_bytes" in given:
@@ -168,12 +176,13 @@ def sharing_words(nodes: dict[str, int]) -> str:
     return f". {', '.join(shared)}: for a holder each, start every node with a name, `ray start --labels host=NAME`"
 
 
-def _wait_hosts(where: Where, count: int, deadline_s: float, timeout_s: float) -> Status:
+def _wait_hosts(where: Where, count: int, deadline_s: float, timeout_s: float, tell: Callable[..., object]) -> Status:
     from memstore.admin.cluster import nodes_by_host
 
     while True:
         body = where.status()
         live = sum(row.status == "live" for row in body.hosts)
+        tell(done=live, total=count)
         if live >= count:
             return body
         if time.monotonic() > deadline_s:
@@ -222,8 +231,9 @@ def down(
         from memstore.admin.cluster import stop
 
         _refuse_unknown(config)
-        stop(config=config, keep_data=not discard, force=yes)
-        kept = _released(config)
+        with progress_bar("stopping", unit="hosts") as tell:
+            stop(config=config, keep_data=not discard, force=yes, on_hosts=tell)
+            kept = _released(config)
     except (PeerUnreachable, PeerTimeout) as error:
         raise type(error)(f"{error}. What the store left here: `memstore down --leftovers`") from error
     _report_down(config, kept, discard=discard, as_json=as_json)
@@ -353,12 +363,16 @@ def drain(ctx: click.Context, where: Where, host: str, within_s: float, cancel: 
 
 def _await_copies(where: Where, host: str, *, is_draining: bool, until_s: float) -> HostRow:
     """Return the host's status row once the notice is replicated and no more copies can come, or at the timeout."""
-    while True:
-        row = next(row for row in where.status().hosts if row.host == host)
-        is_known = (row.drains_s is not None) == is_draining
-        if row.status == "dead" or (is_known and not row.drain_may_come) or time.monotonic() > until_s:
-            return row
-        time.sleep(POLL_S)
+    with progress_bar("copying", unit="shards") as tell:
+        most = 0
+        while True:
+            row = next(row for row in where.status().hosts if row.host == host)
+            is_known = (row.drains_s is not None) == is_draining
+            if row.status == "dead" or (is_known and not row.drain_may_come) or time.monotonic() > until_s:
+                return row
+            most = max(most, row.drain_left)
+            tell(done=most - row.drain_left, total=most)
+            time.sleep(POLL_S)
 
 
 @click.command(short_help="This user's stores on this machine, live or left over.")

@@ -6,14 +6,13 @@ Neither controller nor holder is asked: files are read, nothing is changed, and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.progress import DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from memstore.cli.options import store_options
-from memstore.cli.output import ExitCode, age_text, data_console, plain_table, print_json, say, size_text, words_console
+from memstore.cli.output import ExitCode, age_text, data_console, plain_table, print_json, progress_bar, say, size_text
 from memstore.config import Config
 from memstore.core.cluster.job import Job
 from memstore.core.cluster.text import listed, plural
@@ -44,16 +43,6 @@ def arenas_here(config: Config) -> Iterator[list[OfflineArena]]:
         )
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(OfflineArena(folder)) for folder in folders]
-
-
-@contextlib.contextmanager
-def progress_bar(words: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """Draw a bar on stderr, on a terminal alone; yield what takes bytes that are done."""
-    console = words_console()
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(words, total=total)
-        yield lambda nbytes: bar.advance(task, nbytes)
 
 
 def show_offline(config: Config, job: str | None, as_json: bool, *, has_digests: bool = False) -> ExitCode:
@@ -162,7 +151,7 @@ def salvage(ctx: click.Context, config: Config, url: str, job: str | None, as_js
         place, shards = open_place(url), [each for arena in arenas for each in arena.shards]
         place.files.probe()
         total = sum(each.spec.nbytes for each in shards if job in (None, each.manifest.shard.job))
-        with progress_bar(f"writing to {url}", total) as progress:
+        with progress_bar("writing", total) as progress:
             found = [{**write_out(arena, place, job, progress), "problems": arena.problems} for arena in arenas]
     left_out = [f"{each['host']}: {words}" for each in found for words in (*each["torn"], *each["problems"])]
     alive = [arena.host for arena in arenas if arena.is_held]

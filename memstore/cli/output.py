@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import IO, Any
 
@@ -12,6 +14,7 @@ import click
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.padding import Padding
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -73,10 +76,10 @@ def print_json(body: Any) -> None:
 
 
 class PlainTable(Table):
-    """A table without lines that breaks no word: where it would have to, each row is printed as a list of its cells."""
+    """A table without lines that breaks no word: where it would have to, each row is a name above its cells."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Give each column at least its longest word; print lists if that does not fit."""
+        """Give each column at least its longest word; print rows of named cells if that does not fit."""
         cells = [[str(cell) for cell in column.cells] for column in self.columns]
         texts = [[str(column.header), *column_cells] for column, column_cells in zip(self.columns, cells, strict=True)]
         least = [max((cell_len(word) for text in column for word in text.split()), default=0) for column in texts]
@@ -93,9 +96,16 @@ class PlainTable(Table):
         first = 1 if names[0] else 2  # a column without a header is drawn before the name
         for row in zip(*cells, strict=True):
             yield Text(" ".join(row[:first]).strip(), style="bold")
+            lines = [""]
             for name, cell in zip(names[first:], row[first:], strict=True):
-                if cell not in ("", "-"):
-                    yield Padding(Text(f"{name}: {cell}"), (0, 0, 0, 2), expand=False)
+                line = f"{lines[-1]}{' ' * GAP}{name}: {cell}".lstrip()
+                if cell in ("", "-"):
+                    continue
+                if cell_len(line) <= options.max_width - GAP:
+                    lines[-1] = line
+                else:
+                    lines.append(f"{name}: {cell}")
+            yield from (Padding(Text(line), (0, 0, 0, GAP), expand=False) for line in lines if line)
 
 
 def plain_table(*headers: str) -> PlainTable:
@@ -109,3 +119,26 @@ def plain_table(*headers: str) -> PlainTable:
 def count_text(value: int | None) -> str:
     """Return "18,412", or "-" for None."""
     return "-" if value is None else f"{value:,}"
+
+
+@contextlib.contextmanager
+def progress_bar(words: str, total: int | None = None, unit: str = "") -> Iterator[Callable[..., None]]:
+    """Draw a bar on stderr, on a terminal alone, until what it is for ends or fails.
+
+    Args:
+        words: What is done; a name in it may leave no place for the count.
+        total: How much there is to do; None while that is not known.
+        unit: What is counted, such as "hosts"; bytes are by default.
+
+    Yields: what takes how much more is done; or, by name, how much is `done` in all, and the `total`.
+    """
+    console = words_console()
+    count = (MofNCompleteColumn(), TextColumn(unit)) if unit else (DownloadColumn(binary_units=True),)
+    columns = (TextColumn("{task.description}"), BarColumn(20), *count, TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(words, total=total)
+
+        def tell(more: int = 0, *, done: int | None = None, total: int | None = None) -> None:
+            bar.update(task, advance=more, completed=done, total=total)
+
+        yield tell

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
 import time
 from typing import Any
 
@@ -14,8 +14,18 @@ from rich.table import Table
 from rich.text import Text
 
 from memstore.cli.offline import offline_option, show_offline
-from memstore.cli.options import Where, where_options
-from memstore.cli.output import ExitCode, age_text, count_text, data_console, plain_table, plural, print_json, size_text
+from memstore.cli.options import Seconds, Where, where_options
+from memstore.cli.output import (
+    ExitCode,
+    age_text,
+    count_text,
+    data_console,
+    for_this_store,
+    plain_table,
+    plural,
+    print_json,
+    size_text,
+)
 from memstore.config import Config
 from memstore.core.cluster.text import listed, phases_text, replaced_text
 from memstore.core.report.problems import DEGRADED, STOPPED, UNRECOVERABLE, drain_text, is_over_limit, worst
@@ -23,13 +33,21 @@ from memstore.core.wire.replies import Status, status_fields
 from memstore.core.wire.status_rows import AttemptStatus, HostRow, JobRow, LaunchRow, ProblemRow, SurvivalRow
 from memstore.errors import MemstoreError
 
-WATCH_S = 1.0
+WATCH_S = 1.0  # between two looks at least: each costs the controller an answer
 CODES = {UNRECOVERABLE: ExitCode.UNRECOVERABLE, STOPPED: ExitCode.STOPPED, DEGRADED: ExitCode.DEGRADED}
 STYLES = {UNRECOVERABLE: "bold red", STOPPED: "bold red", DEGRADED: "yellow"}
 
 
 @click.command(short_help="What would be lost now, the hosts, every problem with its remedy.")
-@click.option("--watch", is_flag=True, help="Refresh it every second until Ctrl-C.")
+@click.option(
+    "--watch",
+    "watch_s",
+    is_flag=False,
+    flag_value=WATCH_S,
+    type=Seconds(WATCH_S),
+    metavar="[SECONDS]",
+    help="Look again every so many seconds, 1 by default, until Ctrl-C; with --json one document a line.",
+)
 @click.option(
     "--check",
     is_flag=True,
@@ -38,16 +56,16 @@ STYLES = {UNRECOVERABLE: "bold red", STOPPED: "bold red", DEGRADED: "yellow"}
 @offline_option
 @where_options
 @click.pass_context
-def status(ctx: click.Context, where: Where, watch: bool, check: bool, offline: bool, as_json: bool) -> None:
+def status(ctx: click.Context, where: Where, watch_s: float | None, check: bool, offline: bool, as_json: bool) -> None:
     """Show what would be lost if something died now, the hosts, and every problem with its remedy."""
     if offline:
-        if watch or check:
+        if watch_s or check:
             raise click.UsageError("--offline reads files, once: --watch and --check ask the controller")
         ctx.exit(show_offline(where.config, None, as_json))
-    if watch and check:
+    if watch_s and check:
         raise click.UsageError("--check exits with what it found, --watch never ends: give one of them")
-    if watch:
-        _watch(where, as_json)
+    if watch_s:
+        _watch(where, watch_s, as_json)
         return
     found = where.status()
     if as_json:
@@ -87,48 +105,43 @@ def check_code(status: Status) -> ExitCode:
     return CODES.get(worst(status.problems) or "", ExitCode.FINE)
 
 
-def _watch(where: Where, as_json: bool) -> None:
-    """Refresh until Ctrl-C; show a store that does not answer for a while as that, and go on."""
-    is_screen = not as_json and sys.stdout.isatty()
+def _watch(where: Where, every_s: float, as_json: bool) -> None:
+    """Look until Ctrl-C; a store that does not answer for a while is said to, and its last screen stays below that."""
     console = data_console()
-    live = Live(console=console, screen=True, auto_refresh=False) if is_screen else None
-    try:
-        if live is not None:
-            live.start()
+    live = Live(console=console, auto_refresh=False) if not as_json and console.file.isatty() else None
+    last: RenderableType = Text()
+    with contextlib.suppress(KeyboardInterrupt), live or contextlib.nullcontext():
         while True:
             try:
-                shown: Any = (json_of if as_json else screen)(where.status(), where)
-            except MemstoreError as error:
-                shown = {"error": str(error)} if as_json else Text(str(error))
+                found = where.status()
+                shown: Any = json_of(found, where) if as_json else screen(found, where, is_watched=live is not None)
+                last = shown
+            except (MemstoreError, OSError) as error:
+                shown = {"error": str(error)} if as_json else Group(Text(for_this_store(str(error))), Text(), last)
             if as_json:
                 print_json(shown)
             elif live is not None:
                 live.update(shown, refresh=True)
             else:
                 console.print(shown)
-            time.sleep(WATCH_S)
-    except KeyboardInterrupt:
-        return
-    finally:
-        if live is not None:
-            live.stop()
+            time.sleep(every_s)
 
 
 # -- the screen -------------------------------------------------------------------------------
 
 
-def screen(status: Status, where: Where) -> RenderableType:
-    """Return the whole screen: one line, jobs, hosts, problems."""
+def screen(status: Status, where: Where, *, is_watched: bool = False) -> RenderableType:
+    """Return the whole screen: one line, jobs, hosts, problems; watched, hosts come last: a low terminal cuts them."""
     parts: list[RenderableType] = [Text(headline(status, where)), Text()]
     has_rows = status.jobs or status.launches
     parts += [job_table(status.jobs, status.launches) if has_rows else Text("no job has put anything yet"), Text()]
     parts += [Text(line) for job in status.jobs for line in (writers_line(job), generation_line(job)) if line]
-    parts.append(host_table(status.hosts, status.failure_domains))
-    if rows := by_cause(status.problems):
-        parts.append(Text())
-        parts += [Text.assemble(("!", STYLES.get(row.severity, "")), problem_line(row)[1:]) for row in rows]
-        parts += [Text(f"--check: exit {code}, {code.name.lower()}")] if (code := check_code(status)) else []
-    return Group(*parts)
+    hosts = [host_table(status.hosts, status.failure_domains)]
+    rows = by_cause(status.problems)
+    problems = [Text.assemble(("!", STYLES.get(row.severity, "")), problem_line(row)[1:]) for row in rows]
+    problems += [Text(f"--check: exit {code}, {code.name.lower()}")] if (code := check_code(status)) else []
+    first, last = (problems, hosts) if is_watched else (hosts, problems)
+    return Group(*parts, *first, *([Text()] if problems else []), *last)
 
 
 def headline(status: Status, where: Where) -> str:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+import contextlib
+import sys
+import threading
 from dataclasses import dataclass
 
 import click
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from memstore.cli.offline import offline_option, show_offline
 from memstore.cli.options import Where, where_options
-from memstore.cli.output import ExitCode, data_console, plain_table, plural, print_json, size_text, words_console
+from memstore.cli.output import ExitCode, data_console, plain_table, plural, print_json, progress_bar
 from memstore.cli.plan import outcome
 from memstore.core.wire.calls import AskPlan, VerifyStore
 from memstore.core.wire.codec import fields_of
 from memstore.core.wire.replies import HostVerified, Plan, Status, VerifyResult
 
 VERIFY_S = 330.0  # above the 300 s that the controller waits for its hosts
+LOOK_S = 1.0  # between two looks at how far they are
 
 
 NOTHING = HostVerified(shards=0, chunks=0, damaged=0, damaged_manifests=0)
@@ -46,7 +47,7 @@ def verify(ctx: click.Context, where: Where, job: str | None, offline: bool, as_
         ctx.exit(show_offline(where.config, job, as_json, has_digests=True))
     status = where.status(job)
     names = [job] if job is not None else [row.job for row in status.jobs]
-    answer = _ask_with_spinner(where, job, status)
+    answer = _ask_hosts(where, job, status)
     plans = [where.ask(AskPlan(job=row.job)) for row in status.jobs if row.job in names and row.attempt is not None]
     lost = [plan.job for plan in plans if outcome(plan) in ("lost", "older")]
     rows = {host: HostAnswer(found) for host, found in answer.found.items()}
@@ -64,22 +65,28 @@ def verify(ctx: click.Context, where: Where, job: str | None, offline: bool, as_
     ctx.exit(code)
 
 
-def _ask_with_spinner(where: Where, job: str | None, status: Status) -> VerifyResult:
-    """Ask all hosts; a spinner on stderr tells how much there is and how long it takes so far."""
-    used = sum(row.stats.used_bytes for row in status.hosts if row.stats is not None and row.status != "dead")
-    words = f"re-digesting {'job ' + job if job else 'all jobs'} (at most {size_text(used)}) on every host"
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    console = words_console()
-    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    with ThreadPoolExecutor(1) as pool, progress:
-        progress.add_task(words, total=None)
-        asked = pool.submit(where.ask, VerifyStore(job=job), VERIFY_S)
-        while True:
-            try:
-                return asked.result(timeout=1.0)
-            except FutureTimeout:
-                if asked.done():
-                    raise  # the answer itself is a timeout
+def _ask_hosts(where: Where, job: str | None, before: Status) -> VerifyResult:
+    """Ask all hosts; a bar on stderr tells how much they have digested by now, of all that lies there at most."""
+    context, began, over = click.get_current_context(), _verified_bytes(before), threading.Event()
+    used_bytes = sum(row.stats.used_bytes for row in before.hosts if row.stats is not None and row.status != "dead")
+
+    def follow() -> None:
+        while not over.wait(LOOK_S):
+            with context.scope(cleanup=False), contextlib.suppress(Exception):  # the answer itself says what failed
+                now = _verified_bytes(where.status())
+                tell(done=sum(max(0, nbytes - began.get(host, 0)) for host, nbytes in now.items()))
+
+    with progress_bar(f"digesting on {plural(len(before.hosts), 'host')}", used_bytes) as tell:
+        if sys.stderr.isatty():
+            threading.Thread(target=follow, daemon=True).start()
+        try:
+            return where.ask(VerifyStore(job=job), VERIFY_S)
+        finally:
+            over.set()
+
+
+def _verified_bytes(status: Status) -> dict[str, int]:
+    return {row.host: row.stats.verified_bytes for row in status.hosts if row.stats is not None}
 
 
 def _show(rows: dict[str, HostAnswer], plans: list[Plan], lost: list[str]) -> None:

@@ -27,7 +27,7 @@ from memstore.shell.codec.interpreter import waiting
 from memstore.shell.rank.collective import CALL_SLACK_S, RollCall
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.tensors import subclasses
-from memstore.shell.threads import Answer, answer_of, is_answered
+from memstore.shell.threads import Answer, ProgressLog, answer_of, is_answered
 
 log = logging.getLogger("memstore")
 WAITED_S = 1.0  # a first put that waits longer for its room says how not to
@@ -48,6 +48,7 @@ class PutPreparation:
         self._link, self._request, self._timeout_s = link, request, timeout_s
         self._began_s = time.monotonic()
         self._claimed_s = self._ready_s = 0.0  # how long each took from the beginning; 0: it is not over
+        self._log, self._entered_count = ProgressLog(f"{link.job} rank {link.rank}: preparing puts", self.nbytes), 0
         self._answer: Future[Noted] | None = None  # None: `begin` has not asked yet
         self._over: Future[None] = Answer()  # ready, or the error
 
@@ -164,8 +165,11 @@ class PutPreparation:
         """Look whether a put's slots are here with their pages entered, and none of a grant is still to be."""
         leases = self._link.leases
         with leases.changed:
-            if self._claimed_s and len(leases.tenants) == leases.entered_count() >= self.slots_count:
+            count, self._log.total_bytes = leases.entered_count(), len(leases.tenants) * self._link.welcome.chunk_bytes
+            if self._claimed_s and len(leases.tenants) == count >= self.slots_count:
                 self._end(None)
+        self._log.add((count - self._entered_count) * self._link.welcome.chunk_bytes)
+        self._entered_count = count
 
     def _end(self, error: BaseException | None) -> None:
         with self._link.leases.changed:

@@ -358,7 +358,7 @@ class Reservations:
             return
         active.is_ordered = True
         active.ordered = [self.need(job, attempt, rank) for rank in range(attempt.world_size)]
-        self.take_back_leases()
+        self.take_back_leases(job.name)
         if not attempt.has_put:
             self.retention.free_unrestorable(job)
             attempt.parity_sets = attempt.parity_sets or self.view.parity_sets(job, attempt, active.ordered)
@@ -492,9 +492,11 @@ class Reservations:
                 del self.rebuilds[name, host]
                 self.order(job, job.newest, only=(host,), is_news_only=True)
 
-    def take_back_leases(self) -> None:
-        """End the leases of all readers, and give their room to puts that need it (R36)."""
+    def take_back_leases(self, name: str) -> None:
+        """End the leases of all readers, and give their room to puts of a job that needs it (R36)."""
         for job in self.state.jobs.values():
+            if job.leased:
+                self.out.note("leases_ended", job=job.name, readers=sum(map(len, job.leased.values())), of_job=name)
             if job.lease_room.versions:
                 job.leased.clear()
                 job.lease_room = LeaseRoom()
@@ -596,7 +598,7 @@ class Reservations:
 
         It settles what waits for an older order as well, whose answer went with a session: the newer one asks for all.
         """
-        problem, number = report.problem, report.number.number
+        problem, number = report.problem, report.number.number  # of a problem further lines are a table
         if report.number.term != self.term:
             return
         rebuild = self.rebuilds.get((report.job, host_id))
@@ -621,7 +623,7 @@ class Reservations:
             if not active.waits:
                 self._finish(self.state.jobs[report.job], active)
         elif not claims:
-            self._reserved_late(host_id, report.job, report.attempt, problem or "")
+            self._reserved_late(host_id, report.job, report.attempt, (problem or "").partition("\n")[0])
         self._finish_claims()
 
     def _is_asked_for_less(self, host_id: str, report: Reserved) -> bool:
@@ -635,7 +637,7 @@ class Reservations:
         attempt = job.newest if job is not None else None
         is_current = attempt is not None and attempt.attempt_number == report.attempt and not report.is_fault
         if job and attempt and is_current and number > self.lowered.get(report.job, (0, ()))[0]:
-            self._lower_in_flight(job, attempt, f"{host_id}: {report.problem}")
+            self._lower_in_flight(job, attempt, f"{host_id}: {report.problem}".partition("\n")[0])
         last, asked_again = self.lowered.get(report.job, (0, set()))
         if number <= last and host_id in asked_again:
             return True  # the answer to an order that asked for more
@@ -672,7 +674,7 @@ class Reservations:
         known = self.unroomed.pop((name, host_id), None)
         if why:
             self.unroomed[name, host_id] = ReservationRefused(attempt, why, self.state.now + RETRY_S)
-            self.take_back_leases()
+            self.take_back_leases(name)
         if why and (known is None or known.why != why):
             self.out.log(f"host {host_id} has no room for job {name!r} yet: {why}", "warning")
 
@@ -708,15 +710,16 @@ class Reservations:
             return
         del self.active[job.name]
         host, why = min(active.refusals.items(), key=lambda refusal: (refusal[0] in active.faults, refusal))
+        pins = ""
         if job.pins and host not in active.faults:
-            why += f"; its pins take room of their own: {listed_pins(job)}, `memstore unpin {job.name} NAME` frees it"
+            pins = f" (its pins take room of their own: {listed_pins(job)}, `memstore unpin {job.name} NAME` frees it)"
         self._take_back(attempt, active)
         # The hosts that had room give it back, by a numbered order, so that its answers are not taken for later ones.
         self.claim(job, attempt, lambda host, why: None)
         is_alike = not attempt.has_put and len(active.calls) == attempt.world_size  # else some rank trains already
         error = "CapacityError" if is_alike else "GrowthRefused"
         how = f"room for {job.name} is not claimed on" if host in active.faults else f"{job.name} does not fit on"
-        self._dismiss(active, error, f"{how} {host}: {why}")
+        self._dismiss(active, error, f"{how} {host}{pins}: {why}")
 
     def apply_claimed(self, fact: SlotsReserved, *, is_replay: bool) -> None:
         """Answer all ranks: the fact is replicated, so no successor makes them wait for ranks that put already."""

@@ -12,3 +12,8 @@ An import reads with torch's FileSystemReader, and unpickles nothing but a list 
 
 Reading order: `step_items`, `exporting`, `importing`; `salvaging`, which needs none of them, no torch and no store.
 """
+
+from collections.abc import Callable
+
+Progress = Callable[..., object]
+"""Takes how many bytes more are done, and by name the `total` once it is known."""

@@ -23,6 +23,7 @@ from memstore.client.reader import Reader
 from memstore.core.format.layout import batches
 from memstore.core.format.shared_layout import SharedShardLayout
 from memstore.errors import ConfigError, MemstoreError, StepDropped, UnsupportedState
+from memstore.exchange import Progress
 from memstore.exchange.step_items import items_of, read_items, write_items, write_put_step
 from memstore.shell.rank.shard_read import ShardRanges
 
@@ -37,6 +38,7 @@ def export_step(
     step: int | None,
     target: Path,
     format: str,
+    progress: Progress,
     *,
     rank: int | None = None,
     attempt: int | None = None,
@@ -45,6 +47,7 @@ def export_step(
     """Write a step (None: the newest) into the folder `target`, which must not exist; return its note.
 
     Args:
+        progress: Takes the bytes that were read; those written as safetensors come on top.
         rank: Only what this rank put, or saved for itself.
         attempt: The step's, where several have a step of that number.
         prefix: With safetensors, only names that begin with it, without it.
@@ -58,12 +61,14 @@ def export_step(
     with new_folder(target) as folder, reader.lease(step, attempt=attempt, limit_s=LIMIT_S) as lease:
         note = {"job": reader.job, "step": lease.step, "attempt": lease.attempt, "format": format, "rank": rank}
         files = folder if format == "dcp" else folder / "dcp"
+        sizes = [row.nbytes for row in reader.steps() if (row.attempt, row.step) == (lease.attempt, lease.step)]
+        progress(total=sum(sizes) * (1 if format == "dcp" else 2) if rank is None else None)
         try:
-            note |= write_dcp(reader.ranges(attempt=lease.attempt), lease.step, rank, files)
+            note |= write_dcp(reader.ranges(attempt=lease.attempt), lease.step, rank, files, progress)
         except StepDropped as error:
             raise lease.lost() from error
         if format == "safetensors":
-            note |= write_safetensors(files, folder, prefix)
+            note |= write_safetensors(files, folder, prefix, progress)
             shutil.rmtree(files)
         note["nbytes"] = sum(path.stat().st_size for path in folder.iterdir())
         (folder / NOTE_NAME).write_text(json.dumps(note, indent=1))
@@ -73,7 +78,7 @@ def export_step(
 # -- as a DCP directory -----------------------------------------------------------------------------
 
 
-def write_dcp(ranges: ShardRanges, step: int, rank: int | None, folder: Path) -> dict[str, Any]:
+def write_dcp(ranges: ShardRanges, step: int, rank: int | None, folder: Path, progress: Progress) -> dict[str, Any]:
     """Write a step's files; return what the note says of it."""
     with ranges.ask(step, rank or 0) as read:
         first = read.manifest()
@@ -89,31 +94,31 @@ def write_dcp(ranges: ShardRanges, step: int, rank: int | None, folder: Path) ->
     writer = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
     writer.set_up_storage_writer(is_coordinator=True)
     if is_dcp:
-        metadata, results, per_rank = *_copy_dcp_step(ranges, step, rank, writer), list[str]()
+        metadata, results, per_rank = *_copy_dcp_step(ranges, step, rank, writer, progress), list[str]()
     else:
         ranks = range(first.world_size) if rank is None else [rank]
-        metadata, results, per_rank = write_put_step(ranges, step, ranks, writer)
+        metadata, results, per_rank = write_put_step(ranges, step, ranks, writer, progress)
     writer.finish(metadata, [results])
     return {"put_by": "dcp" if is_dcp else "put", "world_size": first.world_size, "per_rank": per_rank}
 
 
 def _copy_dcp_step(
-    ranges: ShardRanges, step: int, rank: int | None, writer: FileSystemWriter
+    ranges: ShardRanges, step: int, rank: int | None, writer: FileSystemWriter, progress: Progress
 ) -> tuple[Metadata, list[WriteResult]]:
     reader = DcpReader(ranges, step)
     metadata = reader.read_metadata(**({} if rank is None else {"rank": rank}))
     cut = list(batches(items_of(metadata), lambda item: item[2], BATCH_BYTES))
     results = []
     for plan, batch in zip(writer.prepare_global_plan([SavePlan([]) for _ in cut]), cut, strict=True):
-        values = read_items(reader, metadata, batch)
-        results += write_items(writer, plan, metadata, values)
+        values = read_items(reader, metadata, batch, progress)
+        results += write_items(writer, plan, metadata, values, lambda nbytes: None)
     return Metadata(metadata.state_dict_metadata, metadata.planner_data), results
 
 
 # -- as safetensors ---------------------------------------------------------------------------------
 
 
-def write_safetensors(source: Path, folder: Path, prefix: str) -> dict[str, Any]:
+def write_safetensors(source: Path, folder: Path, prefix: str, progress: Progress) -> dict[str, Any]:
     """Write the tensors of a DCP directory whose names begin with `prefix`, without it; return what the note says.
 
     A file has at most FILE_BYTES of tensors, or one tensor; more than one get the index of sharded models.
@@ -148,6 +153,7 @@ def write_safetensors(source: Path, folder: Path, prefix: str) -> dict[str, Any]
         except Exception as error:  # SafetensorError, which is what it makes of a full disk, too
             raise OSError(str(error)) from error
         weight_map.update(dict.fromkeys(tensors, file))
+        progress(sum(sizes[name] for name in batch))
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True))

@@ -21,13 +21,20 @@ from memstore.client.connect import connect
 from memstore.config import Config, check_whole
 from memstore.core.wire.calls import AskStatus, RemoveJob
 from memstore.errors import ConfigError, FencedError, IntegrityError, MemstoreError
+from memstore.exchange import Progress
 from memstore.exchange.exporting import NOTE_NAME
 from memstore.exchange.step_items import Values, items_of, read_items, write_items
 from memstore.shell.rank.admin_link import any_tool
 
 
-def import_job(job: str, folder: Path, *, config: Config, step: int | None = None) -> dict[str, Any]:
-    """Commit the DCP directory as one step of the new job; return the result. `step` is by default that of the export.
+def import_job(
+    job: str, folder: Path, *, config: Config, progress: Progress, step: int | None = None
+) -> dict[str, Any]:
+    """Commit the DCP directory as one step of the new job; return the result.
+
+    Args:
+        progress: Takes the bytes of tensors, when they are read and again when they are put.
+        step: By default that of the export.
 
     Raises:
         ConfigError: the job exists, or an argument makes no sense. IntegrityError, UnsupportedState: the files.
@@ -38,7 +45,7 @@ def import_job(job: str, folder: Path, *, config: Config, step: int | None = Non
             "an import is one process, and a launcher has started several: start it by itself; or let each rank "
             "of the job dcp.load its part of the folder, and dcp.save(storage_writer=store.dcp_writer(step))"
         )
-    found, values = read_dcp(folder)
+    found, values = read_dcp(folder, progress)
     step = check_whole("step", _step_of(folder) if step is None else step)
     exists = ConfigError(
         f"job {job!r} exists: import under another name, or {config.commands(f'`memstore rm {job}` first')}, with "
@@ -58,7 +65,7 @@ def import_job(job: str, folder: Path, *, config: Config, step: int | None = Non
             writer = store.dcp_writer(step, wait="committed" if store.config.durable is None else "durable")
             writer.set_up_storage_writer(True)
             [plan] = writer.prepare_global_plan([SavePlan([])])
-            writer.finish(found, [write_items(writer, plan, found, values)])
+            writer.finish(found, [write_items(writer, plan, found, values, progress)])
             [info], ticket = store.steps(), writer.ticket
             assert ticket is not None
             return {"job": job, "step": step, "nbytes": ticket.nbytes, "level": ticket.level, "degraded": info.degraded}
@@ -111,7 +118,7 @@ class _Harmless(pickle.Unpickler):
         return found
 
 
-def read_dcp(folder: Path) -> tuple[Metadata, Values]:
+def read_dcp(folder: Path, progress: Progress) -> tuple[Metadata, Values]:
     """Return a DCP directory's metadata and all of its items; objects stay the bytes that they are there.
 
     Raises:
@@ -138,10 +145,11 @@ def read_dcp(folder: Path) -> tuple[Metadata, Values]:
                 raise ValueError(f"{index.fqn!r} ends behind {info.relative_path}")
     except Exception as error:  # bad pickles raise nearly anything
         raise IntegrityError(f"{path} is not the metadata of a whole DCP directory: {error}") from error
+    progress(total=2 * sum(nbytes for _, _, nbytes in wanted))
     source = filesystem.FileSystemReader(folder)
     source.set_up_storage_reader(found, True)
     try:
-        values = read_items(source, found, wanted)
+        values = read_items(source, found, wanted, progress)
     except Exception as error:  # bad files, too
         raise IntegrityError(f"{folder} cannot be read: {(str(error) or repr(error)).splitlines()[0]}") from error
     return Metadata(found.state_dict_metadata, found.planner_data), values

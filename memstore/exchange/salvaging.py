@@ -11,7 +11,7 @@ again, so that the same command goes on where it was stopped.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,12 @@ from memstore.core.format.manifest import chunk_digest, summand_manifest
 from memstore.core.journal.records import Entry
 from memstore.core.salvage import KnownShard, SalvagedFacts, check_same_run, choose, decode_row, entries_of, jobs_of
 from memstore.errors import CapacityError, ConfigError, IntegrityError, RecoveryError
+from memstore.exchange import Progress
 from memstore.shell.arena.offline import OfflineArena
 from memstore.shell.durable.tier import PartsTier, files_from_url
 from recovery.candidates import name_some
 from recovery.inventory import Copy, DurableMarker, StepId
 from recovery.parity import set_of
-
-Progress = Callable[[int], object]  # takes bytes that are done
 
 
 def open_place(url: str) -> PartsTier:

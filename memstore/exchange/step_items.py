@@ -28,6 +28,7 @@ from memstore.core.format.layout import TensorSpec, decode_layout, pieces
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.format.object_tree import Node, Tag
 from memstore.errors import IntegrityError, UnsupportedState
+from memstore.exchange import Progress
 from memstore.shell.codec.decode import StateBuild, guarded
 from memstore.shell.rank.shard_read import ShardRanges
 from memstore.shell.tensors.slot_stream import SlotStream
@@ -50,37 +51,41 @@ def items_of(metadata: Metadata) -> Iterator[Item]:
 class _Held(DefaultLoadPlanner, DefaultSavePlanner):  # type: ignore[misc]
     """Keeps what is read, and has what is written; objects stay bytes, which nobody decodes."""
 
-    def __init__(self, entries: dict[str, Any], values: Values) -> None:
-        self.entries, self.values = entries, values
+    def __init__(self, entries: dict[str, Any], values: Values, progress: Progress) -> None:
+        self.entries, self.values, self.progress = entries, values, progress
 
     def resolve_tensor(self, read_item: planner.ReadItem) -> torch.Tensor:
         return torch.empty(read_item.lengths, dtype=self.entries[read_item.storage_index.fqn].properties.dtype)
 
     def commit_tensor(self, read_item: planner.ReadItem, tensor: torch.Tensor) -> None:
         self.values[read_item.storage_index] = tensor
+        self.progress(tensor.nbytes)
 
     def load_bytes(self, read_item: planner.ReadItem, value: io.BytesIO) -> None:
         self.values[read_item.storage_index] = value.getvalue()
 
     def resolve_data(self, write_item: planner.WriteItem) -> torch.Tensor | io.BytesIO:
         found = self.values[write_item.index]
+        self.progress(0 if isinstance(found, bytes) else found.nbytes)
         return io.BytesIO(found) if isinstance(found, bytes) else found
 
 
-def read_items(reader: StorageReader, metadata: Metadata, wanted: Sequence[Item]) -> Values:
-    """Return the wanted items of a checkpoint whose metadata the reader has."""
+def read_items(reader: StorageReader, metadata: Metadata, wanted: Sequence[Item], progress: Progress) -> Values:
+    """Return the wanted items of a checkpoint whose metadata the reader has; `progress` takes the bytes of tensors."""
     items, values = [], Values()
     for index, chunk, _ in wanted:
         kind = planner.LoadItemType.BYTE_IO if chunk is None else planner.LoadItemType.TENSOR
         sizes = torch.Size([]) if chunk is None else chunk.sizes
         start = torch.Size([0] * len(sizes))
         items.append(planner.ReadItem(kind, index, start, index, start, sizes))
-    reader.read_data(planner.LoadPlan(items), _Held(metadata.state_dict_metadata, values)).wait()
+    reader.read_data(planner.LoadPlan(items), _Held(metadata.state_dict_metadata, values, progress)).wait()
     return values
 
 
-def write_items(writer: StorageWriter, plan: planner.SavePlan, metadata: Metadata, values: Values) -> list[WriteResult]:
-    """Write items of a checkpoint under a plan of the writer's that has none yet."""
+def write_items(
+    writer: StorageWriter, plan: planner.SavePlan, metadata: Metadata, values: Values, progress: Progress
+) -> list[WriteResult]:
+    """Write items of a checkpoint under a plan of the writer's that has none yet; `progress` as `read_items`."""
     entries: dict[str, Any] = metadata.state_dict_metadata
     items = []
     for index, value in values.items():
@@ -89,14 +94,14 @@ def write_items(writer: StorageWriter, plan: planner.SavePlan, metadata: Metadat
             kind, chunk = planner.WriteItemType.SHARD, ChunkStorageMetadata(index.offset, value.size())
             data = planner.TensorWriteData(chunk, entries[index.fqn].properties, entries[index.fqn].size)
         items.append(planner.WriteItem(index, kind, tensor_data=data))
-    written: list[WriteResult] = writer.write_data(replace(plan, items=items), _Held(entries, values)).wait()
+    written: list[WriteResult] = writer.write_data(replace(plan, items=items), _Held(entries, values, progress)).wait()
     return written
 
 
 # -- of a step that store.put made ------------------------------------------------------------------
 
 
-def read_shard(ranges: ShardRanges, step: int, rank: int) -> tuple[bytes, memoryview]:
+def read_shard(ranges: ShardRanges, step: int, rank: int, progress: Progress) -> tuple[bytes, memoryview]:
     """Return the layout and the bytes of a shard, digested on their way."""
     with ranges.ask(step, rank) as read:
         manifest = read.manifest()
@@ -106,6 +111,7 @@ def read_shard(ranges: ShardRanges, step: int, rank: int) -> tuple[bytes, memory
             if read.manifest() != manifest:
                 raise IntegrityError(f"step {step} was put again while it was read: begin again")
             data[done : done + size] = read.bytes_of([(done, size)])[0]
+        progress(size)
     return manifest.layout, data
 
 
@@ -134,9 +140,11 @@ class _RankState(StateBuild):
 
 
 def write_put_step(
-    ranges: ShardRanges, step: int, ranks: Sequence[int], writer: StorageWriter
+    ranges: ShardRanges, step: int, ranks: Sequence[int], writer: StorageWriter, progress: Progress
 ) -> tuple[Metadata, list[WriteResult], list[str]]:
     """Write every item once; return metadata and results for the writer's `finish`, and the names that differ by rank.
+
+    `progress` takes the bytes of the ranks' shards, as they are read.
 
     Raises:
         UnsupportedState: a state that has no names, or a leaf that has no place; says which and why.
@@ -148,7 +156,7 @@ def write_put_step(
     plans = writer.prepare_global_plan([planner.SavePlan([]) for _ in ranks])
     for rank, plan in zip(ranks, plans, strict=True):
         values: Values = {}
-        for path, value, node in _leaves(_RankState(*read_shard(ranges, step, rank))):
+        for path, value, node in _leaves(_RankState(*read_shard(ranges, step, rank, progress))):
             name = ".".join(map(str, path))
             key, entry, chunk = _described(name, value, node, rank)
             owner = rank if node is None else owners.setdefault((name, key), rank)
@@ -165,7 +173,7 @@ def write_put_step(
             values[index] = value
             if chunk is not None:
                 entry.chunks.append(chunk)
-        results += write_items(writer, plan, metadata, values)
+        results += write_items(writer, plan, metadata, values, lambda nbytes: None)
     for name, entry in entries.items():
         if isinstance(entry, TensorStorageMetadata):
             count, wanted = sum(chunk.sizes.numel() for chunk in entry.chunks), entry.size.numel()

@@ -1,4 +1,4 @@
-"""Priority of threads, waits and answers between threads, safe against exceptions of signal handlers.
+"""Priority of threads, waits and answers between threads, safe against exceptions of signal handlers; slow work told.
 
 A handler may raise between any two steps of the main thread; such an exception cannot tear the condition and the event
 here. All rooms of the shell may use it; it imports none.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -17,6 +18,33 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any, TypeVar
+
+from memstore.core.cluster.text import size_text
+
+log = logging.getLogger("memstore")
+
+
+class ProgressLog:
+    """Says in the log every PERIOD_S how far something is that several threads may do; of short work it says nothing.
+
+    Training logs have no bars: this is for what `rich` draws on a terminal (cli/output.py).
+    """
+
+    PERIOD_S = 10.0
+
+    def __init__(self, words: str, total_bytes: int) -> None:
+        self._words, self.total_bytes, self._next_s = words, total_bytes, time.monotonic() + self.PERIOD_S
+        self._done_bytes: dict[int, int] = {}  # by thread: without a lock, which a signal's handler might leave held
+
+    def add(self, nbytes: int) -> None:
+        """Count more that is done."""
+        me = threading.get_ident()
+        self._done_bytes[me] = self._done_bytes.get(me, 0) + nbytes
+        if time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + self.PERIOD_S
+            done_bytes = sum([*self._done_bytes.values()])
+            log.info("memstore %s: %s of %s", self._words, size_text(done_bytes), size_text(self.total_bytes))
+
 
 # -- priority -----------------------------------------------------------------------------------------
 # Nice values of this process's threads beside those of the ranks that it serves.

@@ -144,7 +144,8 @@ class Desk:
         self.world, self.rank = world, rank
         patch.setattr(Where, "ask", lambda where, request, limit_s=ASK_S: self.ask(request, limit_s))
         clock = SimpleNamespace(monotonic=lambda: world.now, sleep=world.run)
-        patch.setattr(import_module("memstore.cli.lifecycle"), "time", clock)
+        for module in ("lifecycle", "status"):
+            patch.setattr(import_module(f"memstore.cli.{module}"), "time", clock)
 
     def ask(self, request: RankCall, limit_s: float) -> Any:
         """As `Where.ask`, in the world's time."""

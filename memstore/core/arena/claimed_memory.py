@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from memstore.core.arena.memory_ports import SlotMemory
-from memstore.core.arena.replica_index import ReplicaIndex
+from memstore.core.arena.replica_index import JobRoom, ReplicaIndex
 from memstore.core.arena.slot_table import PeerShare
 from memstore.errors import CapacityError
 
@@ -23,9 +24,11 @@ class Limit:
     remedies: str = "raise arena_bytes"  # where it is reached
     admit: Callable[[int, int], str | None] = lambda asked_bytes, claimed_bytes: None
     """Says why this machine has no room for so many bytes, with so many claimed; None if it has."""
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    """The most bytes that a job may reserve, by name; "" stands for every other job."""
 
 
-OTHERS_LISTED_MAX = 8  # of other jobs, in an error that a person reads
+LISTED_MAX = 8  # jobs in an error that a person reads
 
 
 class ClaimedMemory:
@@ -57,7 +60,7 @@ class ClaimedMemory:
         self.lock = lock
 
     def claim(self, job: str, share: PeerShare) -> None:
-        """Grow the arena to hold the share and reserve it; CapacityError with the numbers if it cannot.
+        """Grow the arena to hold the share and reserve it; CapacityError with all reservations if it cannot.
 
         A share that was refused elsewhere shrinks again, and so does that of an ended job: slots that no job reserves
         then are given back. Peers' copies that only moved to another host come again, and their room stays.
@@ -66,18 +69,42 @@ class ClaimedMemory:
             with self._index_lock:
                 needed, before = self._index.slots_needed(job, share), self._index.shares.get(job)
                 prepared, beside = self._index.prepared.get(job), self._index.beside(job, share)
-            try:
+            with self._naming_reservations(job, share):
+                self._check_quota(job, share)
                 try:
                     self.grow_to(needed + beside)
                 except CapacityError:  # then puts wait for slots until processes of before, or a step, are gone
                     self.grow_to(needed)
-            except CapacityError as exc:
-                raise CapacityError(f"{exc}. {self._asked(share)}{self._others(job)}", **vars(exc)) from exc
             with self._index_lock:
                 self._index.set_share(job, share)
         shrinks = before is not None and (not share.total or sum(share.ranks.values()) < sum(before.ranks.values()))
         if shrinks or (prepared is not None and share.total < prepared.total):
             self.release()
+
+    def _check_quota(self, job: str, share: PeerShare) -> None:
+        """Raise CapacityError for more than the job's quota; room for more would only keep others from theirs."""
+        asked_bytes = share.total * self._chunk_bytes
+        quota_bytes = self.limit.quotas.get(job, self.limit.quotas.get(""))
+        if quota_bytes is not None and asked_bytes > quota_bytes:
+            raise CapacityError(
+                f"job {job!r} asks for {gib(asked_bytes)} of this host, and its quota is {gib(quota_bytes)}; do one of:"
+                " lower its keep_steps, in_flight or replicas, or take pins back · raise the quota: `memstore down`, "
+                f"then `memstore up --quota {job}=SIZE` with the other quotas (what is stored stays)",
+                asked_bytes=asked_bytes,
+                limit_bytes=quota_bytes,
+            )
+
+    @contextlib.contextmanager
+    def _naming_reservations(self, job: str = "", share: PeerShare | None = None) -> Iterator[None]:
+        """Say in a CapacityError raised in here what the job asks for, and below it what every job has reserved."""
+        try:
+            yield
+        except CapacityError as exc:
+            asked = f". {self._asked(share)}" if share is not None else ""
+            with self._index_lock:
+                rows = self._index.rooms()
+            table = reservations_text(rows, job, self._chunk_bytes)
+            raise CapacityError(f"{exc}{asked}{table}", **vars(exc)) from exc
 
     def _asked(self, share: PeerShare) -> str:
         size = self._chunk_bytes
@@ -85,19 +112,6 @@ class ClaimedMemory:
         return (
             f"The job reserves {share.versions} versions for each rank here (rank {ranks or '-'}) and "
             f"{gib(share.peer_slots * size)} for copies of other hosts' ranks"
-        )
-
-    def _others(self, job: str) -> str:
-        """Return what other jobs reserve on this host, the largest first, and how one gives it back; "" for none."""
-        with self._index_lock:
-            rows = sorted((-share.total, name) for name, share in self._index.shares.items() if name != job)
-        listed = [f"{name}: {gib(-slots * self._chunk_bytes)}" for slots, name in rows if slots]
-        if not listed:
-            return ""
-        more = f" and {len(listed) - OTHERS_LISTED_MAX} more" if len(listed) > OTHERS_LISTED_MAX else ""
-        shown = ", ".join(listed[:OTHERS_LISTED_MAX]) + more
-        return (
-            f". Others reserve here: {shown} (`memstore rm JOB` gives back what one that is over has, steps included)"
         )
 
     def keep_shares(self, jobs: Collection[str]) -> None:
@@ -121,6 +135,7 @@ class ClaimedMemory:
 
         Others may claim the slots; until then `release` leaves them.
         """
+        self._check_quota(job, share)
         table = self._index.table
         with self._index_lock:
             self._index.prepared[job] = share
@@ -138,7 +153,8 @@ class ClaimedMemory:
             with self.lock:
                 with self._index_lock:
                     needed = table.claimed_count + count - len(table.free)
-                self.grow_to(needed)
+                with self._naming_reservations():
+                    self.grow_to(needed)
 
     def grow_to(self, slots_count: int) -> None:
         """Claim pages until there are `slots_count` slots; the caller holds `lock`.
@@ -180,6 +196,22 @@ class ClaimedMemory:
             kept = self._arena.give_back(chosen)
             with self._index_lock:
                 self._index.table.fill(kept)
+
+
+def reservations_text(rows: Sequence[JobRoom], asking: str, chunk_bytes: int) -> str:
+    """Return a table of what jobs have, below the way to free it; "" if there is none but the one that asks."""
+    if all(row.job == asking for row in rows):
+        return ""
+    cells = [("JOB", "RESERVED", "HOLDS", "PROCESSES HERE")]
+    for row in rows[:LISTED_MAX]:
+        pids = ", ".join(map(str, row.pids[:3])) + (f" and {len(row.pids) - 3} more" if len(row.pids) > 3 else "")
+        sizes = gib(row.reserved_count * chunk_bytes), gib(row.held_count * chunk_bytes)
+        cells.append((row.job, *sizes, f"pid {pids}" if pids else "none"))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    more = [f"and {len(rows) - LISTED_MAX} more"] if len(rows) > LISTED_MAX else []
+    freed = ". `memstore rm JOB` gives back what one that is over has, steps included"
+    return "\n".join([freed, "Reserved on this host:", *lines, *more])
 
 
 def gib(nbytes: int) -> str:

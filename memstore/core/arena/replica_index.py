@@ -64,6 +64,16 @@ class StoredReplica:
         return frozenset(i for i, slot in enumerate(self.slots) if slot is None or self.is_nameless)
 
 
+@dataclass(frozen=True, slots=True)
+class JobRoom:
+    """What a job has on this host, in slots, and the processes that have slots of it now."""
+
+    job: str
+    reserved_count: int
+    held_count: int
+    pids: list[int]
+
+
 class ReplicaIndex:
     """Shards by (id, digest) on top of a SlotTable."""
 
@@ -305,6 +315,17 @@ class ReplicaIndex:
         share = self.shares.get(job)
         if share is not None and share.attempt <= attempt:
             del self.shares[job]
+
+    def rooms(self) -> list[JobRoom]:
+        """Return what each job has here, the one that has reserved most first."""
+        pids: dict[str, set[int]] = {}
+        for owner, (job, _) in self.lessees.items():
+            if self.table.held_count(owner):
+                pids.setdefault(job, set()).add(owner.pid)
+        reserved = {stored.shard.job: 0 for stored in self.shards.values()}
+        reserved |= {job: share.total for job, share in self.shares.items() if share.total}
+        most_first = sorted(reserved.items(), key=lambda item: (-item[1], item[0]))
+        return [JobRoom(job, slots, self._held_count(job), sorted(pids.get(job, ()))) for job, slots in most_first]
 
     def slots_needed(self, job: str, share: PeerShare) -> int:
         """Return the slots the arena must have for this share beside all other jobs' shares and strays.

@@ -104,12 +104,12 @@ class Pins:
         job.pin_asked = None
         if job.newest is not None:
             self.room.order(job, job.newest)  # the others give the room back
-        pins = f"; its pins are {listed_pins(job)}" if job.pins else ""
+        pins = f" beside {listed_pins(job)}" if job.pins else ""
         self.waiters.refuse(
             fact,
             "CapacityError",
-            f"step {fact.step} of job {job.name!r} cannot be pinned: a pin takes room of its own, and it does not fit "
-            f"on {host}: {why}{pins}",
+            f"step {fact.step} of job {job.name!r} cannot be pinned: a pin takes room of its own, and it does not "
+            f"fit{pins} on {host}: {why}",
         )
 
     def apply_pinned(self, fact: StepPinned, *, is_replay: bool) -> None:

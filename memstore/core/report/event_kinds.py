@@ -90,7 +90,14 @@ def _restore(e: Event) -> str:
 def _attempt(e: Event) -> str:
     after = f", continues attempt {e['parent']}" if e["parent"] is not None else ""
     fresh = ", fresh" if e["fresh"] else ""
-    return f"attempt {e['attempt']} opened: {plural(e['ranks'], 'rank')} on {', '.join(e['hosts'])}{after}{fresh}"
+    where = f"{plural(e['ranks'], 'rank')} on {', '.join(e['hosts'])}"
+    return f"attempt {e['attempt']} opened: {where}{after}{fresh}{_taken(e)}"
+
+
+def _taken(e: Event) -> str:
+    """Return from which processes the job was taken, as far as they were alive: "; TAKEN from rank 0 on h1 (pid 7)"."""
+    more = f" and {plural(e['taken']['others'], 'other')}" if e["taken"] and e["taken"]["others"] else ""
+    return "; TAKEN from rank {rank} on {host} (pid {pid})".format(**e["taken"]) + more if e["taken"] else ""
 
 
 def _recovered(e: Event) -> str:
@@ -176,7 +183,10 @@ KINDS: Mapping[str, EventKind] = {
     "unpinned": EventKind(NOTABLE, lambda e: f"pin {e['name']} taken back"),
     "closed": EventKind(NOTABLE, lambda e: f"attempt {e['attempt']} closed by all its ranks"),
     "ended": EventKind(PROBLEM, lambda e: f"attempt {e['attempt']} ENDED by {e['why']}"),
-    "removed": EventKind(NOTABLE, lambda e: "removed with all its copies in RAM"),
+    "removed": EventKind(NOTABLE, lambda e: f"removed with all its copies in RAM{_taken(e)}"),
+    "leases_ended": EventKind(
+        NOTABLE, lambda e: f"leases of {plural(e['readers'], 'reader')} ENDED: puts of {e['of_job']} need their room"
+    ),
     "dropped": EventKind(PROBLEM, lambda e: f"DROPPED: {e['why']}"),
     "retired": EventKind(PROBLEM, lambda e: f"step {e['step']} (attempt {e['attempt']}) RETIRED: {e['why']}"),
     "lifted": EventKind(

@@ -274,6 +274,7 @@ class EventRecorder:
                     parent=fact.parent,
                     fresh=fact.is_fresh,
                     hosts=sorted(set(fact.hosts))[:NAMED_MAX],
+                    taken=self._taken_from(job, fact.nonces),
                 )
             case f.AttemptClosed(ended_by=""):
                 note("closed", **place)
@@ -288,7 +289,7 @@ class EventRecorder:
             case f.JobRemoved(is_forgotten=True):
                 note("dropped", **place, why=WHY_DROPPED)
             case f.JobRemoved():
-                note("removed", **place)
+                note("removed", **place, taken=self._taken_from(job, ()))
             case f.HostDraining(until_s=None):
                 if self.state.is_draining(fact.host_id):
                     note("drain_over", host=fact.host_id)
@@ -296,6 +297,15 @@ class EventRecorder:
                 note("drain", host=fact.host_id, due_s=fact.until_s - self.state.wall_s)
             case f.RestoreDecided(step=None) if fact.round > 0:
                 note("restore", **place, verdict="none", why="nothing was ever committed")
+
+    def _taken_from(self, job: Job | None, nonces: Collection[str]) -> dict[str, Any]:
+        """Return the first process that is alive and loses the job, and how many others do; {} if none does."""
+        newest = job.newest if job is not None else None
+        members = newest.members.values() if newest is not None and newest.phase != "closed" else ()
+        alive = [m for m in members if m.is_alive and m.nonce not in nonces and self.state.hosts.is_live(m.host_id)]
+        if not alive:
+            return {}
+        return {"rank": alive[0].rank, "host": alive[0].host_id, "pid": alive[0].pid, "others": len(alive) - 1}
 
     def _committed(self, job: Job, fact: f.StepCommitted) -> None:
         step = StepId(fact.attempt, fact.step)

@@ -155,7 +155,7 @@ class Followers:
         if why and job.newest is not None:
             job.lease_room = replace(job.lease_room, versions=len(job.leased))
             self.room.order(job, job.newest)  # the others give the room back
-            self._refused[job.name] = (self.state.now + REFUSED_S, why)
+            self._refused[job.name] = (self.state.now + REFUSED_S, why.partition("\n")[0])
         for wish in wishes:
             self.keep(wish)  # by now there may be a newer step, or none of that number
 

@@ -108,6 +108,8 @@ class HostStats(Part, frozen=True):
     spilled_bytes: Unsigned
     short_of_room: str
     behind_ranks: str
+    verified_bytes: Unsigned
+    """What `verify` has digested again so far."""
 
 
 class ShortStep(Part, frozen=True):

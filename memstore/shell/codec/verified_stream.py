@@ -38,6 +38,7 @@ from memstore.shell.device.side_stream import (
 )
 from memstore.shell.native import extension, loops
 from memstore.shell.tensors.slot_stream import MOVE_BYTES, THREADS_MAX, address_of, in_threads
+from memstore.shell.threads import ProgressLog
 
 BUFFERED_BYTES = 16 << 20  # of each connection, in one call, if some chunks go to a device: these are buffered
 REPAIR_TRIES = 3  # in which no chunk comes: the first may only show that this host's copy is bad, the next avoids it
@@ -91,7 +92,8 @@ class CheckedStream:
     """One shard's stream. Reads are planned; `settle` makes them. Used by one thread."""
 
     def __init__(self, manifest: Manifest, source: ChunkSource) -> None:
-        self._manifest, self._source = manifest, source
+        self._manifest, self._source, shard = manifest, source, manifest.shard
+        self._log = ProgressLog(f"{shard.job} rank {shard.rank}: copying step {shard.step} out", manifest.nbytes)
         self._copies = Copies({}, {})  # planned
         self._private: dict[int, bytes] = {}  # verified copies of the few chunks that plain objects lie in
         self.repaired: set[int] = set()  # chunks that were damaged or did not come, and were brought again
@@ -183,7 +185,7 @@ class CheckedStream:
         moves = sorted(copies.host.get(index, ()), key=lambda move: move[1])
         parts = segments(moves, nbytes) if index not in copies.device else None
         if parts is not None:
-            return Target([_view_at(address, size) for address, size in parts], lambda: None)
+            return Target([_view_at(address, size) for address, size in parts], partial(self._log.add, nbytes))
         buffer = np.empty(nbytes, np.uint8)
         view = buffer.data.cast("B")
 
@@ -192,6 +194,7 @@ class CheckedStream:
                 ctypes.memmove(target, address_of(buffer) + start, size)
             for arrival in order_chunks([(index, view)], copies.device, streams):
                 arrival.wait()
+            self._log.add(nbytes)
 
         return Target([view], spread)
 
@@ -207,8 +210,12 @@ class CheckedStream:
 
     def _copy_job(self, views: Views, copies: Copies) -> list[int]:
         """Copy chunks to host memory; return those whose digest was wrong afterwards."""
-        is_large = self._manifest.nbytes >= loops.LARGE_BYTES
-        return [i for i, view in views if not copy_chunk(view, copies.host.get(i, ()), self._digest(i), is_large)]
+        is_large, bad = self._manifest.nbytes >= loops.LARGE_BYTES, list[int]()
+        for index, view in views:
+            if not copy_chunk(view, copies.host.get(index, ()), self._digest(index), is_large):
+                bad.append(index)
+            self._log.add(view.nbytes)
+        return bad
 
     def _copy_to_devices(
         self, views: Views, copies: Copies, streams: dict[torch.device, SideStream], workers: ThreadPoolExecutor

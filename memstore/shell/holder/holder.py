@@ -88,6 +88,7 @@ def _limit(folder: Path, config: Config, arena_limit_bytes: int, words: str) -> 
         lambda asked, claimed: admission(
             measure(config.arena_dir, folder=folder), asked_bytes=asked, claimed_bytes=claimed
         ),
+        config.quotas,
     )
 
 
@@ -376,6 +377,7 @@ class Holder:
             received_bytes=self.peer_server.received_bytes + self.peer_server.parity.received_bytes,
             short_of_room=self.sessions.facts.problem or self.replicas.manifests.problem,
             behind_ranks=self.priority.behind,
+            verified_bytes=self.scrubber.verified_bytes,
         )
         return Heartbeat(stats=stats, trained=self.trained.newest(), clock_s=None)
 

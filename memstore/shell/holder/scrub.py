@@ -23,7 +23,7 @@ class Scrubber:
 
     def __init__(self, context: HolderContext) -> None:
         self.context = context
-        self.found_count = 0
+        self.found_count = self.verified_bytes = 0
 
     def run(self) -> None:
         """Go round the arena for ever; the rate is `scrub_bytes_per_s`."""
@@ -81,6 +81,9 @@ class Scrubber:
         shards = self._stored(job)
         with self.context.replicas.lock:
             numbers = sorted({n for s in shards for n in s.slots if n is not None})
-        damaged = sum(1 for number in numbers if self._check(number))
+        damaged = 0
+        for number in numbers:
+            damaged += self._check(number) > 0
+            self.verified_bytes += self.context.config.chunk_bytes
         manifests = sum(1 for stored in shards if self._check_manifest(stored))
         return HostVerified(shards=len(shards), chunks=len(numbers), damaged=damaged, damaged_manifests=manifests)

@@ -282,10 +282,14 @@ class HolderLink:
                     self.on_event(msgspec.structs.replace(event, reason=self.commands(event.reason)))
                 if event.level != "pending":  # after it: a put that is ended by an exception looks for either
                     self.leases.answered(event.attempt, event.step)
-            case AttemptFenced(is_removed=True):
-                self.fence("the job was removed; connect again to begin it from nothing")
             case AttemptFenced():
-                self.fence_by(event.attempt)
+                is_news = not (self.fenced or self.interrupted) and event.attempt != self.attempt
+                if event.is_removed:
+                    self.fence("the job was removed; connect again to begin it from nothing")
+                else:
+                    self.fence_by(event.attempt)
+                if is_news:  # now, and not only in the error of the next put
+                    log.warning("memstore: %s", self.fenced_error())
             case _:
                 self.on_event(event)
 

@@ -18,10 +18,12 @@ import torch
 
 from memstore.client.connect import connect
 from memstore.client.store import Store
+from memstore.core.cluster.text import size_text
 from memstore.core.wire.calls import RankCall
 from memstore.errors import CapacityError, ClosedError, CommitError, ConfigError, GatherTimeout
 from memstore.shell.codec.interpreter import TURN_S
 from memstore.shell.rank.leases import Leases
+from memstore.shell.threads import ProgressLog
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 
 LABELS = {"memstore": "replica"}
@@ -101,6 +103,17 @@ def test_the_cost_is_reported_once(cluster: ProcessCluster, caplog: pytest.LogCa
         assert preparation.nbytes == 16 * CHUNK
         assert caplog.messages.count(preparation.cost) == 1
         assert store.prepare(16 * CHUNK) is preparation
+
+
+def test_a_preparation_that_takes_long_is_told_up_to_its_end(
+    cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """How much of a put's memory is entered; here in every line, on ranks that wait for no terminal."""
+    monkeypatch.setattr(ProgressLog, "PERIOD_S", 0.0)
+    with caplog.at_level(logging.INFO, "memstore"), ranks(cluster, 1) as (store,):
+        store.prepare(16 * CHUNK).wait(WAIT_S)
+        size = size_text(2 * 16 * CHUNK)  # both versions
+        assert f"memstore job rank 0: preparing puts: {size} of {size}" in caplog.messages
 
 
 def test_a_first_put_waits_for_a_preparation_under_way_and_asks_for_what_is_more(cluster: ProcessCluster) -> None:

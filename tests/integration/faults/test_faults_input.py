@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
@@ -75,6 +76,37 @@ def test_too_small_an_arena_is_refused_on_all_ranks_alike(tmp_path: Path, nurser
         together(ranks, "train", first=2, last=3)
         small.kill(ranks)
         assert small.resume(["h0", "h1"])[1]["step"] == 3
+
+
+def test_a_job_beyond_its_quota_is_refused_and_what_the_error_advises_lets_it_in(
+    tmp_path: Path, nursery: RankNursery
+) -> None:
+    """The arena has room for both. The error has the reservations; nothing of the job that keeps to its own changes."""
+    with ProcessCluster(tmp_path, TWO_RACKS, arena_bytes=64 << 20, quota=["2MiB"]) as cluster:
+        small = Fleet(cluster, nursery)
+        ranks = small.begin(["h0", "h1"], last_step=1)
+        big = Fleet(cluster, nursery, job="big", kib=1 << 10)
+        others = big.launch(["h0", "h1"])
+        together(others, "get")
+        refusals = fail_together(others, "put", step=0)
+        assert [r.error for r in refusals] == ["CapacityError", "CapacityError"]
+        said = refusals[0].message
+        assert "big does not fit on h" in said
+        assert "its quota is 2.0 MiB" in said
+        [row] = [line.split() for line in said.partition("Reserved on this host:")[2].splitlines()[2:]]
+        assert (row[0], row[-2]) == (small.job, "pid")
+        assert int(row[-1]) in [rank.pid for rank in ranks]
+        assert f"`memstore up --store {cluster.config.store} --quota big=SIZE`" in said
+        together(ranks, "train", first=2, last=3)
+        big.kill(others)
+        small.kill(ranks)
+        cluster.config = replace(cluster.config, quota=["2MiB", "big=16MiB"])
+        for host in TWO_RACKS:
+            cluster.kill_holder(host)
+            cluster.start_holder(host)
+        cluster.wait_live(*TWO_RACKS)
+        Fleet(cluster, nursery, job="big", kib=1 << 10).begin(["h0", "h1"], last_step=1)
+        assert Fleet(cluster, nursery).resume(["h0", "h1"])[1]["step"] == 3
 
 
 def test_the_same_job_started_twice_is_refused(tmp_path: Path, nursery: RankNursery) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memstore.core.arena.claimed_memory import Limit
+from memstore.core.arena.claimed_memory import Limit, gib
 from memstore.core.arena.replica_index import ReplicaIndex
 from memstore.core.arena.replica_store import ReplicaStore
 from memstore.core.arena.slot_table import Owner, PeerShare, SlotState, SlotTable
@@ -187,20 +187,58 @@ def test_a_restored_job_has_memory_ready_for_a_version_less_where_all_is_too_muc
     replicas.close()
 
 
-def test_a_refused_claim_says_what_other_jobs_reserve(folder: Path) -> None:
-    """The largest first, ten of them in one line, and the verb that frees what is over; alone a job reads nothing."""
+def rows_of(refusal: CapacityError) -> list[list[str]]:
+    """Return the table of reservations of a refusal, cell by cell."""
+    words, *table = str(refusal).partition("Reserved on this host:\n")[2].splitlines()
+    return [words.split()] + [row.split() for row in table]
+
+
+def test_a_refused_claim_has_a_table_of_all_reservations(folder: Path) -> None:
+    """Who has reserved most first, with the processes that have slots; ten of them; alone a job reads no table."""
     replicas = open_replica_store(folder)
     with pytest.raises(CapacityError) as alone:
         replicas.claim("late", share(LIMIT // CHUNK + 1))
-    assert "Others reserve" not in str(alone.value)
+    assert "Reserved on this host" not in str(alone.value)
     replicas.claim("eval", share(2))
     replicas.claim("train", share(3))
-    with pytest.raises(CapacityError, match=r"Others reserve here: train: .*, eval: .*`memstore rm JOB`"):
+    put(replicas, "train", 1, count=2)
+    assert replicas.lease(ME, "train", 0, 1)
+    with pytest.raises(CapacityError, match=r"`memstore rm JOB` gives back") as refused:
         replicas.claim("late", share(LIMIT // CHUNK))
+    assert rows_of(refused.value) == [
+        ["JOB", "RESERVED", "HOLDS", "PROCESSES", "HERE"],
+        ["train", *gib(3 * CHUNK).split(), *gib(2 * CHUNK).split(), "pid", str(os.getpid())],
+        ["eval", *gib(2 * CHUNK).split(), *gib(0).split(), "none"],
+    ]
+    with pytest.raises(CapacityError, match="Reserved on this host"):
+        replicas.take_slots_growing(LIMIT // CHUNK + 1)
     for number in range(9):
         replicas.claim(f"small{number}", share(1))
-    with pytest.raises(CapacityError, match=r"train: .*, eval: .*, small5: [^,]* and 3 more"):
+    with pytest.raises(CapacityError) as crowded:
         replicas.claim("late", share(LIMIT // CHUNK))
+    rows = rows_of(crowded.value)
+    assert [row[0] for row in rows[1:4]] == ["train", "eval", "small0"]
+    assert rows[-1] == ["and", "3", "more"]
+    replicas.close()
+
+
+def test_a_job_reserves_no_more_than_its_quota(folder: Path) -> None:
+    """Where the arena has room as well; its own quota, else that of every job; what others have counts for nothing."""
+    limit = Limit(LIMIT, quotas={"": 4 * CHUNK, "large": 9 * CHUNK, "none": 0})
+    replicas = open_store(folder, chunk_bytes=CHUNK, limit=limit)
+    replicas.claim("large", share(9))
+    replicas.claim("eval", share(4))
+    for job, slots in (("large", 10), ("eval", 5), ("none", 1)):
+        with pytest.raises(
+            CapacityError, match=rf"job '{job}' asks for .*, and its quota is .*--quota {job}="
+        ) as refused:
+            replicas.claim(job, share(slots))
+        assert [row[0] for row in rows_of(refused.value)] == ["JOB", "large", "eval"]
+    with pytest.raises(CapacityError, match="its quota is"):
+        replicas.room.prepare("eval", share(5))
+    assert (on_disk(folder), replicas.stats()["reserved_bytes"]) == (13, 13 * CHUNK)
+    replicas.claim("eval", share(3))
+    replicas.close()
 
 
 def test_a_refused_share_gives_its_room_back_and_peers_that_move_do_not(folder: Path) -> None:

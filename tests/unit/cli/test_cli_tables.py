@@ -365,6 +365,7 @@ def test_rm_takes_force_for_what_it_refuses(desk: Desk) -> None:
     result = desk.run("rm", "train", "--yes", "--force")
     assert (result.exit_code, "pin best of step 2 is gone" in result.stderr) == (0, True)
     assert "train" not in desk.world.served.jobs
+    assert "removed with all its copies in RAM; TAKEN from rank 0 on h0 (pid " in desk.run("events", "train").stdout
 
 
 @pytest.mark.parametrize("state", ["trained", "trained, with a pin", "over", "over, with a pin"])

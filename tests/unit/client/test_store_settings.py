@@ -114,7 +114,26 @@ def test_nonsense_for_a_network_is_refused(value: Any) -> None:
         Config(interface=value)
 
 
-@pytest.mark.parametrize("given", [{"interface": ["ib0", "ib1"]}, {"failure_domains": ("row", "rack")}])
+@pytest.mark.parametrize(
+    "value", [[], "plenty", ["1GiB", "2GiB"], ["a=1GiB", "a=2GiB"], True, {"a": 1}, "no name=1GiB", "=1GiB", "a=", -1]
+)
+def test_nonsense_for_a_quota_is_refused(value: Any) -> None:
+    """One size for every job at most, and one for each job; the word that is wrong is named."""
+    with pytest.raises(ConfigError, match=r"quota=|job name"):
+        Config(quota=value)
+
+
+def test_quotas_are_sizes_for_jobs_by_name_and_for_all_others() -> None:
+    """The list travels as it was given."""
+    config = Config(quota=["64GiB", "eval=8MiB"])
+    assert config.quotas == {"": 64 << 30, "eval": 8 << 20}
+    assert Config().with_fields(config.store_fields()) == config.with_fields(config.store_fields())
+    assert (Config().quotas, Config(quota=4096).quotas) == ({}, {"": 4096})
+
+
+@pytest.mark.parametrize(
+    "given", [{"interface": ["ib0", "ib1"]}, {"quota": ("1GiB", "a=2GiB")}, {"failure_domains": ("row", "rack")}]
+)
 def test_several_values_of_a_store_field_are_the_running_ones_in_any_container(given: dict[str, Any]) -> None:
     """A message brings a tuple where the config had a list."""
     config = Config(**given)

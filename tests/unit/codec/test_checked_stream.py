@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from memstore.shell.codec import verified_stream
 from memstore.shell.codec.verified_stream import REPAIR_TRIES, CheckedStream, Targets, Views
 from memstore.shell.native import extension
 from memstore.shell.tensors.slot_stream import address_of
+from memstore.shell.threads import ProgressLog
 from recovery.inventory import ShardId
 
 CHUNK_BYTES = 64
@@ -94,6 +96,19 @@ def read_all(slots: Slots, ranges: Sequence[tuple[int, int]], *, devices: Sequen
             stream.read(offset, address_of(target), size)
     stream.settle()
     return [target.tobytes() for target in targets]
+
+
+@pytest.mark.parametrize("elsewhere", [(), (0, 2)], ids=["local", "from peers"])
+def test_a_long_read_is_told_up_to_its_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, elsewhere: Sequence[int]
+) -> None:
+    """Chunks of this host and of others count, whatever they are copied to; here every one is a line."""
+    caplog.set_level(logging.INFO, "memstore")
+    monkeypatch.setattr(ProgressLog, "PERIOD_S", 0.0)
+    read_all(Slots(bytes(4 * CHUNK_BYTES), elsewhere=elsewhere), [(0, 100), (100, 156)], devices=[False, True])
+    said = [record.message for record in caplog.records]
+    assert said[-1] == "memstore job rank 0: copying step 2 out: 256 B of 256 B"
+    assert len(said) == 4
 
 
 @st.composite

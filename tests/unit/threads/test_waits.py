@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -11,16 +12,26 @@ import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from memstore.core.wire.handshake import HolderIdentity
 from memstore.core.wire.ids import Endpoint
 from memstore.errors import PeerTimeout, PeerUnreachable, RecoveryError, TransportError
+from memstore.shell import threads
 from memstore.shell.net.channel import Pacing
 from memstore.shell.peer.chunk_frames import Damage
 from memstore.shell.peer.client import PeerClient
-from memstore.shell.threads import BULK_NICE, OwnThreads, RankPriority, answer_of, await_ended, lower_thread_priority
+from memstore.shell.threads import (
+    BULK_NICE,
+    OwnThreads,
+    ProgressLog,
+    RankPriority,
+    answer_of,
+    await_ended,
+    lower_thread_priority,
+)
 from memstore.testing.clusters.processes import may_lower_nice, wait_for
 
 
@@ -38,6 +49,25 @@ def test_an_error_comes_without_the_frames_of_other_threads() -> None:
     assert frames[-1] == "answer_of"
     assert "fail" not in frames
     assert "concurrent" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_long_work_is_told_with_all_that_its_threads_have_done(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A line in each period, of work that takes as long; none of shorter work."""
+    caplog.set_level(logging.INFO, "memstore")
+    clock_s = [100.0]
+    monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
+    told = ProgressLog("job rank 0: copying", 10 << 30)
+    for _ in range(5):
+        with ThreadPoolExecutor(2) as pool:
+            for done in [pool.submit(told.add, 1 << 30) for _ in range(2)]:
+                done.result()
+        clock_s[0] += 0.6 * ProgressLog.PERIOD_S
+    assert [record.message for record in caplog.records] == [
+        "memstore job rank 0: copying: 5.0 GiB of 10.0 GiB",
+        "memstore job rank 0: copying: 9.0 GiB of 10.0 GiB",
+    ]
 
 
 def test_an_answer_is_returned_and_waited_for() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memstore.core.cluster.facts import AttemptOpened
+from memstore.core.report.event_kinds import KINDS
 from memstore.core.wire.calls import Called
 from memstore.core.wire.messages import Received
 from memstore.core.wire.orders import ListMarkers, Order
@@ -50,6 +51,10 @@ def test_a_second_launch_is_refused_while_the_first_trains() -> None:
     world.run(1.0)
     assert taker.attempt == 2
     assert all(rank.is_fenced for rank in first)
+    opened, taken = [event for event in world.events() if event["event"] == "attempt"]
+    assert opened["taken"] == {}
+    assert taken["taken"] == {"rank": 0, "host": "h0", "pid": 1000, "others": 2}
+    assert KINDS["attempt"].text(taken).endswith("; TAKEN from rank 0 on h0 (pid 1000) and 2 others")
 
 
 def test_dead_ranks_do_not_make_a_job_busy() -> None:
@@ -62,6 +67,7 @@ def test_dead_ranks_do_not_make_a_job_busy() -> None:
     world.run(1.0)
     again = world.launch(3, launcher="another")
     assert [r.attempt for r in again] == [2, 2, 2]
+    assert [event["taken"] for event in world.events() if event["event"] == "attempt"] == [{}, {}]
 
 
 def test_a_rank_that_restarts_before_its_first_get_keeps_the_attempt() -> None:

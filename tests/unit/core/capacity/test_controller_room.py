@@ -119,6 +119,23 @@ def test_a_larger_first_put_that_does_not_fit_is_refused_on_every_rank() -> None
     assert world.put_all(ranks, 1)
 
 
+def test_a_table_of_reservations_is_in_the_error_and_in_no_line_of_status() -> None:
+    """The ranks read all of it; whoever looks at a host that joined without room reads the line in front of it."""
+    world, _ = trained(2)
+    table = "\nReserved on this host:\nJOB    RESERVED\ntrain  1.0 MiB"
+    world.holders["h1"].refuses_room = "no memory left" + table
+    ranks = world.launch(2, job="late")
+    world.reserve(ranks)
+    for rank in ranks:
+        assert rank.error("reserve") == f"CapacityError: late does not fit on h1: no memory left{table}"
+    world.add_host("h2", {}).refuses_room = "none here" + table
+    world.run(1.0)
+    world.kill_host("h1")
+    world.run(20.0)
+    said = str(world.status()) + str(world.notes)
+    assert ("none here" in said, "Reserved" in said) == (True, False)
+
+
 def test_hosts_that_had_room_for_what_was_refused_elsewhere_give_it_back() -> None:
     """Else the room of a job that could not begin stays reserved until the job is removed (R10)."""
     world = ControllerWorld(3)

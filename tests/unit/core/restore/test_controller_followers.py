@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from memstore.core.report.event_kinds import KINDS
 from memstore.core.restore.followers import ROOM_S, STEPS_MAX
 from memstore.core.wire.orders import Reserve
 from memstore.testing.controller.holder import DirectedRank
@@ -126,6 +127,8 @@ def test_what_ends_a_lease(how: str) -> None:
         assert 1 in {step.step for step in world.job().copies}
         put(world, again, 4, 4)
         ranks = again
+        [ended] = [event for event in world.events("train") if event["event"] == "leases_ended"]
+        assert KINDS["leases_ended"].text(ended) == "leases of 1 reader ENDED: puts of train need their room"
     else:
         ask(world, ranks[0], "rm", force=True)
         assert "train" not in world.served.jobs
