@@ -28,7 +28,7 @@ from memstore.cli import main
 from memstore.cli.events import line
 from memstore.cli.options import Where
 from memstore.cli.output import ExitCode
-from memstore.cli.status import state_text
+from memstore.core.report.cells import state_text
 from memstore.core.report.event_kinds import PROBLEM, ROUTINE, level_of
 from memstore.core.report.recorder import RecentEvents
 from memstore.core.wire.calls import AskStatus, RemoveJob
