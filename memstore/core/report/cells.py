@@ -11,9 +11,8 @@ from memstore.core.wire.codec import fields_of
 from memstore.core.wire.replies import Plan
 from memstore.core.wire.status_rows import AttemptStatus, HostRow, JobRow, LaunchRow, ProblemRow, SurvivalRow
 
-JOB_HEADS = (
-    "JOB", ">ATT", ">RANKS", ">TRAINING", "NEWEST COMMITTED", "AT RISK NOW", "COPIES", "SURVIVES", "DURABLE"
-)  # fmt: skip
+STARTS_MAX = 8  # hosts named on which ranks of lost hosts would start
+JOB_HEADS = ("JOB", ">ATT", ">RANKS", ">TRAINING", "NEWEST COMMITTED", "AT RISK NOW", "COPIES", "SURVIVES", "DURABLE")
 
 
 def job_cells(jobs: list[JobRow], launches: list[LaunchRow]) -> list[tuple[str, ...]]:
@@ -177,9 +176,12 @@ def plan_lines(plan: Plan) -> list[str]:
         fed = sum(sent.nbytes for sent in plan.transfers if sent.tier == "decoding")
         sizes += f" · {size_text(fed)} of it to hosts that decode" if fed else ""
         found.append(f"{sizes} · {moved_text(plan)}")
-    for host, starting in plan.starts_on.items() if plan.step is not None else ():
+    starts = list(plan.starts_on.items()) if plan.step is not None else []
+    for host, starting in starts[:STARTS_MAX]:
         who = f"{named_ranks(starting)} of the lost hosts {'is' if len(starting) == 1 else 'are'}"
         found.append(f"{who} taken to start on {host}: started on a new host, all their bytes come from peers")
+    if len(starts) > STARTS_MAX:
+        found.append(f"ranks of the lost hosts are taken to start on {plural(len(starts) - STARTS_MAX, 'more host')}")
     is_said = outcome(plan) == "lost"  # the newest one is the answer's reason already
     rejected = plan.rejected[int(is_said) : 3]
     return found + [f"not used: step {each.step:,} of attempt {each.attempt}: {each.reason}" for each in rejected]
