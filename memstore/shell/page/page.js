@@ -85,7 +85,7 @@ function fillRecovery(node, row) {
   words.textContent = row.text || "no phase has ended yet";
   bar.replaceChildren(...Object.entries(row.seconds).map(([phase, took]) => {
     const part = make("i", { title: `${phase} ${seconds(took)}` });
-    part.style.flexGrow = took;
+    part.style.flexGrow = 1000 * took; // below 1 in all they would not fill the bar
     return part;
   }));
 }
