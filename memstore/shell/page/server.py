@@ -34,6 +34,8 @@ R = TypeVar("R")
 EVENTS_S = 1.0  # between two questions for new events: they cost the controller microseconds
 STATUS_S = 2.0  # between two statuses at least
 SHARE = 0.008  # of the time that a status may take the store
+FIRST_S = 0.08  # what one is expected to take
+SLOWER = 1.5  # an answer counts as at most so much slower than the last: a busy machine is no larger store
 EVENTS_MAX = 4096  # as many as a controller remembers
 READERS_MAX = 32
 QUIET_S = 15.0  # after this a reader gets an empty line, which finds out whether it is there
@@ -47,7 +49,7 @@ HEADERS = {
 HERE = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?", re.IGNORECASE)
 
 
-class Store(Protocol):
+class AskedStore(Protocol):
     """A store that any thread may ask; each call ends by a deadline."""
 
     def ask(self, request: Request[R]) -> R:
@@ -81,13 +83,13 @@ def refusal(request: web.Request, token: str) -> tuple[int, str] | None:
 class PageServer:
     """Follows one store while somebody reads. `token`: what readers must give; "" where only this machine reads."""
 
-    def __init__(self, store: Store, name: str, token: str) -> None:
+    def __init__(self, store: AskedStore, name: str, token: str) -> None:
         self.store, self.name, self.token = store, name, token
         self.status: Status | None = None
         self.events: deque[EventRow] = deque(maxlen=EVENTS_MAX)
         self.problem = ""
         self._as_of = self._every_s = self._due_s = 0.0
-        self._next_seq = 0
+        self._took_s, self._next_seq = FIRST_S, 0
         self._readers_count, self._has_readers = 0, asyncio.Event()
         self._news = asyncio.Event()  # set with every answer; then another takes its place
         self._plans: dict[tuple[str, ...], list[Plan]] = {}  # since the newest status
@@ -140,7 +142,8 @@ class PageServer:
         began_s = time.monotonic()
         if began_s >= self._due_s:
             status = await asyncio.to_thread(self.store.status)
-            self._every_s = max(STATUS_S, (time.monotonic() - began_s) / SHARE)
+            self._took_s = min(time.monotonic() - began_s, SLOWER * self._took_s)
+            self._every_s = max(STATUS_S, self._took_s / SHARE)
             self._due_s = began_s + self._every_s
             if self.status is not None and status.term < self.status.term:  # another store under the same name
                 self._next_seq = 0

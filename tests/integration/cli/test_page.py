@@ -92,9 +92,8 @@ def test_the_page_shows_the_store_and_what_happens_on_it(store: ProcessCluster) 
         assert [answer(url, path)[0] for path in ("page.js", "page.css", "nothing", "page.py")] == [200, 200, 404, 404]
         with stream(url) as messages:
             first = next(messages)
-            assert [(group["name"], [host["host"] for host in group["hosts"]]) for group in first["groups"]] == [
-                ("r1", ["h1", "h3"]), ("r2", ["h2"])
-            ]  # fmt: skip
+            racks = {group["name"]: [host["host"] for host in group["hosts"]] for group in first["groups"]}
+            assert racks == {"r1": ["h1", "h3"], "r2": ["h2"]}
             assert [(job["job"], job["copies"]) for job in first["jobs"]] == [("llama3-8b", "2 of 2")]
             assert [step["step"] for step in first["told"]["llama3-8b"]["steps"]] == [0, 1, 2]
             store.ask(NoteDrill(job="drill-x", phase="inject", text="<b>SIGKILL</b>"))
@@ -329,14 +328,16 @@ def test_a_status_is_asked_so_rarely_that_it_takes_its_share(took_s: float, monk
 
     async def play() -> None:
         page = PageServer(store, "fed", "")
-        while now_s[0] < 3000.0:
+        await page._look()
+        assert page._every_s <= 15.0  # one slow answer keeps nobody waiting for minutes
+        while now_s[0] < 8000.0:
             await page._look()
 
     asyncio.run(play())
     statuses = store.asked.count("AskStatus")
     assert 2 <= statuses <= now_s[0] / server.STATUS_S + 1
-    assert (statuses - 1) * took_s <= server.SHARE * now_s[0]
-    assert store.asked.count(AskEvents.__name__) >= 0.9 * 3000.0 / server.EVENTS_S
+    assert statuses * took_s <= 0.01 * now_s[0]
+    assert store.asked.count(AskEvents.__name__) >= 0.9 * 8000.0 / server.EVENTS_S
 
 
 def test_another_store_under_the_same_name_is_shown_from_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:

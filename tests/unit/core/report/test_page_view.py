@@ -139,9 +139,8 @@ def test_a_drill_is_shown_as_it_tells_the_store(desk: Desk) -> None:
 def test_what_a_loss_would_cost_is_what_plan_says(desk: Desk) -> None:
     """Of a host and of a whole rack, by the controller's own dry run."""
     status, _ = asked(desk)
-    assert (hosts_of(status, "host", "h2"), hosts_of(status, "rack", "r1"), hosts_of(status, "rack", "r9")) == (
-        ["h2"], ["h0"], []
-    )  # fmt: skip
+    places = [("host", "h2"), ("rack", "r1"), ("rack", "r9")]
+    assert [hosts_of(status, *place) for place in places] == [["h2"], ["h0"], []]
     for level, name, typed in (("host", "h1", "h1"), ("rack", "r1", "rack=r1")):
         plan = desk.ask(AskPlan(job=JOB, lose=tuple(hosts_of(status, level, name))), 5.0)
         [row] = loss_view([plan])
