@@ -8,7 +8,7 @@ from memstore.cli.bill import Terms, bill_json, bill_of, show_bill
 from memstore.cli.options import Where, check_host, where_options
 from memstore.cli.output import ExitCode, data_console, plain_table, plural, print_json, size_text
 from memstore.cli.timeline import run_text
-from memstore.core.cluster.text import lost_text, ranks_text
+from memstore.core.report.cells import outcome, plan_lines
 from memstore.core.wire.calls import AskPlan
 from memstore.core.wire.codec import fields_of
 from memstore.core.wire.replies import Plan, Status
@@ -102,47 +102,10 @@ def lost_hosts(status: Status, words: tuple[str, ...]) -> list[str]:
     return list(hosts)
 
 
-def outcome(plan: Plan) -> str:
-    """Return "whole", "older", "lost", "wait", or "nothing" for a job that has committed nothing."""
-    if plan.verdict == "wait":
-        return "wait"
-    if plan.step is None:
-        return "lost" if plan.committed_step is not None else "nothing"
-    committed = plan.committed_step
-    return "older" if committed is not None and plan.step < committed else "whole"
-
-
 def exit_code(plan: Plan) -> ExitCode:
     """Return the exit code one job's plan calls for."""
     codes = {"lost": ExitCode.UNRECOVERABLE, "older": ExitCode.DEGRADED, "wait": ExitCode.DEGRADED}
     return codes.get(outcome(plan), ExitCode.FINE)
-
-
-def verdict_line(plan: Plan) -> str:
-    """Return the one line that answers the question."""
-    lost, step, committed = ", ".join(plan.lost_hosts), plan.step, plan.committed_step
-    head = f"{plan.job}: losing {lost} now" if lost else f"{plan.job}: get() now"
-    kind = outcome(plan)
-    if kind == "lost":
-        return f"{head} loses the run: {plan.why}" if lost else f"{head} raises RecoveryError: {plan.why}"
-    if kind == "nothing":
-        loss = "loses everything" if lost else "returns None"
-        return f"{head} {loss}: no step is committed yet"
-    if kind == "wait":
-        return f"{head}: not known yet: {plan.why}"
-    committed_lost, steps_lost = (committed or 0) - (step or 0) if kind == "older" else 0, plan.steps_lost or 0
-    words = f"{head} restores step {step:,} ({plan.verdict}), {plural(committed_lost, 'committed step')} lost"
-    if steps_lost > committed_lost:
-        words += f", {lost_text(steps_lost)} in all"
-    ranks, asked = plan.step_world_size or plan.world_size, plan.world_size
-    other = f"; it is of {plural(ranks, 'rank')}: a get() of the newest launch's {asked} raises WorldSizeError"
-    return words + (other if ranks != asked else "")
-
-
-def moved_text(plan: Plan) -> str:
-    """Return how many ranks would start on a host without their copy, and the bytes they fetch (R27)."""
-    ranks = plural(len(plan.ranks_moved), "rank")
-    return f"{ranks} moved, {size_text(plan.moved_bytes)} for them" if plan.ranks_moved else f"{ranks} moved"
 
 
 def odds_text(lost_count: int, chance: float, *, is_exact: bool) -> str:
@@ -168,20 +131,10 @@ def _show_bill(status: Status, job: str | None, as_json: bool) -> None:
 
 def _show(plan: Plan) -> None:
     console = data_console()
-    console.print(verdict_line(plan))
-    if plan.unlisted:
-        console.print(f"  {plan.unlisted}: a get() lists them first, and may find a newer step there")
-    if plan.step is not None:
-        sizes = " · ".join(f"{size_text(nbytes)} {tier}" for tier, nbytes in fields_of(plan.bytes).items())
-        fed = sum(sent.nbytes for sent in plan.transfers if sent.tier == "decoding")
-        sizes += f" · {size_text(fed)} of it to hosts that decode" if fed else ""
-        console.print(f"  {sizes} · {moved_text(plan)}")
-    for host, starting in plan.starts_on.items() if plan.step is not None else ():
-        who = f"{ranks_text(starting)} of the lost hosts {'is' if len(starting) == 1 else 'are'}"
-        console.print(f"  {who} taken to start on {host}: started on a new host, all their bytes come from peers")
-    is_said = outcome(plan) == "lost"  # the newest one is the answer's reason already
-    for each in plan.rejected[int(is_said) : 3]:
-        console.print(f"  not used: step {each.step:,} of attempt {each.attempt}: {each.reason}")
+    answer, *lines = plan_lines(plan)
+    console.print(answer)
+    for line in lines:
+        console.print(f"  {line}")
     for span in plan.gone[:SPANS_MAX]:
         console.print(f"  not used: {run_text(span)}")
     routes: dict[tuple[str, str | None, str], tuple[int, set[int]]] = {}

@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 import click
-from msgspec.structs import replace
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -18,7 +17,6 @@ from memstore.cli.options import Seconds, Where, where_options
 from memstore.cli.output import (
     ExitCode,
     age_text,
-    count_text,
     data_console,
     for_this_store,
     plain_table,
@@ -28,9 +26,10 @@ from memstore.cli.output import (
 )
 from memstore.config import Config
 from memstore.core.cluster.text import listed, phases_text, replaced_text
-from memstore.core.report.problems import DEGRADED, STOPPED, UNRECOVERABLE, drain_text, is_over_limit, worst
+from memstore.core.report.cells import JOB_HEADS, by_cause, holds_text, job_cells, problem_line, state_text
+from memstore.core.report.problems import DEGRADED, STOPPED, UNRECOVERABLE, worst
 from memstore.core.wire.replies import Status, status_fields
-from memstore.core.wire.status_rows import AttemptStatus, HostRow, JobRow, LaunchRow, ProblemRow, SurvivalRow
+from memstore.core.wire.status_rows import HostRow, JobRow
 from memstore.errors import MemstoreError
 
 WATCH_S = 1.0  # between two looks at least: each costs the controller an answer
@@ -134,7 +133,7 @@ def screen(status: Status, where: Where, *, is_watched: bool = False) -> Rendera
     """Return the whole screen: one line, jobs, hosts, problems; watched, hosts come last: a low terminal cuts them."""
     parts: list[RenderableType] = [Text(headline(status, where)), Text()]
     has_rows = status.jobs or status.launches
-    parts += [job_table(status.jobs, status.launches) if has_rows else Text("no job has put anything yet"), Text()]
+    parts += [job_table(status) if has_rows else Text("no job has put anything yet"), Text()]
     parts += [Text(line) for job in status.jobs for line in (writers_line(job), generation_line(job)) if line]
     hosts = [host_table(status.hosts, status.failure_domains)]
     rows = by_cause(status.problems)
@@ -165,40 +164,12 @@ def headline(status: Status, where: Where) -> str:
     return " · ".join([*parts, *([f"ray at {ray}{tables}"] if ray else [])])
 
 
-def job_table(jobs: list[JobRow], launches: list[LaunchRow]) -> Table:
+def job_table(status: Status) -> Table:
     """Return the table that answers: what do I lose if something dies now?"""
-    table = plain_table(
-        "JOB", ">ATT", ">RANKS", ">TRAINING", "NEWEST COMMITTED", "AT RISK NOW", "COPIES", "SURVIVES", "DURABLE"
-    )
-    begun = {row.job: f"{row.phase} {row.ranks}/{row.world_size}" for row in launches}
-    for name in sorted(begun.keys() - {job.job for job in jobs}):
-        table.add_row(name, "-", begun[name], *["-"] * 6)
-    for job in jobs:
-        newest, ranks = job.newest, begun.get(job.job)
-        if newest is None:
-            table.add_row(job.job, "-", ranks or "-", *["-"] * 6)
-            continue
-        is_open, step = newest.phase != "closed", newest.committed_step
-        table.add_row(
-            job.job,
-            str(job.attempt),
-            ranks or ranks_text(newest),
-            count_text(newest.training_step) if newest.training_step >= 0 else "-",
-            "nothing yet" if step is None else f"{step:,} ({age_text(newest.committed_s)} ago)",
-            at_risk(newest) if is_open else "-",
-            "-" if step is None else copies_text(newest),
-            "-" if step is None else survives_text(newest.survives),
-            durable_text(newest),
-        )
+    table = plain_table(*JOB_HEADS)
+    for cells in job_cells(status.jobs, status.launches):
+        table.add_row(*cells)
     return table
-
-
-def ranks_text(newest: AttemptStatus) -> str:
-    """Return "4/4", "3/4 !" where the job does not train, "ended !" by an exception, or "closed"."""
-    training = newest.training
-    if training is None or newest.phase == "closed":
-        return "ended !" if newest.ended_by else newest.phase
-    return f"{newest.ranks_alive}/{newest.world_size}{' !' if training.stopped_s else ''}"
 
 
 def writers_line(job: JobRow) -> str:
@@ -222,41 +193,6 @@ def generation_line(job: JobRow) -> str:
     took_s = newest.recovery_s
     end = f"back after {sum(took_s.values()):.2f} s" if "first_step" in took_s else "nothing committed since"
     return f"{begin}: {replaced_text(newest.replaced)}\n  {end}: {phases_text(took_s)}\n"
-
-
-def at_risk(newest: AttemptStatus) -> str:
-    """Return the cost of a death of every rank now, in steps put and in time."""
-    if newest.committed_step is None:
-        return "everything so far"
-    steps = max(0, newest.training_step - newest.committed_step)
-    return f"{plural(steps, 'step')} / {age_text(newest.committed_s)}"
-
-
-def copies_text(newest: AttemptStatus) -> str:
-    """Return "2 of 2", "parity 4+1" by the sets that there are, or "parity 4+1, 1 of 2 !" where something lacks."""
-    spare, is_short = newest.replicas - 1, newest.copies < newest.replicas
-    found = [f"parity {size - spare}+{spare}" if size else "copies" for size in newest.set_sizes]
-    if is_short or not found:
-        found.append(f"{newest.copies} of {newest.replicas}{' !' if is_short else ''}")
-    return ", ".join(found)
-
-
-def survives_text(rows: list[SurvivalRow]) -> str:
-    """Return "any 1 rack, any 1 host", from the copies that are there."""
-    held = [f"any {plural(row.tolerated, row.level)}" for row in rows if row.tolerated > 0]
-    if held:
-        return ", ".join(held)
-    return "the processes only" if rows[-1].tolerated == 0 else "not whole in RAM !"
-
-
-def durable_text(newest: AttemptStatus) -> str:
-    """Return the newest durable step and when it was last seen there, "off" or "none yet"; "!" needs attention."""
-    if newest.durable is None:
-        return "off !"
-    text, seen_s = "none yet", newest.durable_seen_s
-    if newest.durable_step is not None:
-        text = f"{newest.durable_step:,} ({f'seen {age_text(seen_s)} ago' if seen_s is not None else 'not seen yet'})"
-    return f"{text} !" if newest.durable_problem or newest.durable_unseen else text
 
 
 def host_table(hosts: list[HostRow], failure_domains: list[str]) -> Table:
@@ -286,51 +222,6 @@ def host_table(hosts: list[HostRow], failure_domains: list[str]) -> Table:
             state_text(host),
         )
     return table
-
-
-def holds_text(host: HostRow) -> str:
-    """Return whose newest committed shards lie there, or in parity: "own + h02", "own + parity of 4 hosts"."""
-    found = ["own" if owner == host.host else owner for owner in host.holds]
-    found += [f"parity of {plural(len(host.keeps_parity_of), 'host')}"] if host.keeps_parity_of else []
-    return " + ".join(found) or "-"
-
-
-def state_text(host: HostRow) -> str:
-    """Return "ok", its present work, its notice, or since when and why it is not live."""
-    if host.status != "live":
-        return f"{host.status} {age_text(host.status_s)}: {host.why} !"
-    if host.drains_s is not None:
-        if host.drain_may_come:
-            what = "make durable" if any(row.in_parity for row in host.drain_short) else "copy"
-            return f"draining: {plural(host.drain_left, 'shard')} to {what}"
-        return (
-            f"draining: {drain_text(host.drain_short, host.drain_durable)} !" if host.drain_left else "draining: can go"
-        )
-    if host.pushes:
-        return f"repairing: sending {plural(host.pushes, 'shard')}"
-    if is_over_limit(host.stats):
-        return "over its limit !"
-    return "ok"
-
-
-def by_cause(rows: list[ProblemRow]) -> list[ProblemRow]:
-    """Return the rows with those of one cause and remedy as one, about all of them: "train, eval and 4 more"."""
-    together: dict[tuple[str, str, str], list[ProblemRow]] = {}
-    for row in rows:
-        together.setdefault((row.severity, row.cause, row.remedy), []).append(row)
-    found = []
-    for same in together.values():
-        about = [row.about for row in same]
-        more = f" and {len(about) - 3} more" if len(about) > 3 else ""
-        ages_s = [row.since_s for row in same if row.since_s is not None]
-        found.append(replace(same[0], about=", ".join(about[:3]) + more, since_s=max(ages_s, default=None)))
-    return found
-
-
-def problem_line(row: ProblemRow) -> str:
-    """Return one "!" line: about what, cause, time, remedy."""
-    since = f" ({age_text(row.since_s)} ago)" if row.since_s is not None else ""
-    return f"! {row.about}: {row.cause}{since}." + (f"  Remedy: {row.remedy}" if row.remedy else "")
 
 
 VERBS = (status,)

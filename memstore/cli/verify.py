@@ -12,7 +12,7 @@ import click
 from memstore.cli.offline import offline_option, show_offline
 from memstore.cli.options import Where, where_options
 from memstore.cli.output import ExitCode, data_console, plain_table, plural, print_json, progress_bar
-from memstore.cli.plan import outcome
+from memstore.core.report.cells import outcome
 from memstore.core.wire.calls import AskPlan, VerifyStore
 from memstore.core.wire.codec import fields_of
 from memstore.core.wire.replies import HostVerified, Plan, Status, VerifyResult

@@ -9,6 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from memstore.config import MIB
+from memstore.core.report.page import drills
+from memstore.core.wire.calls import AskEvents
 from memstore.core.wire.status_rows import StepRow
 from memstore.drills.model.catalogue import EMBEDDED, Options, find
 from memstore.drills.model.report import PASS
@@ -80,5 +82,11 @@ def test_a_suite_plays_drills_on_one_cluster_and_a_seed_chooses_the_same_victims
     assert found["outcome"] == PASS
     assert all(len(row["phases"]) == 7 and row["verified"] and row["rpo_steps"] == 0 for row in found["drills"])
     assert "kill-rank" in page(found)
+    told = [drill["told"] for drill in drills(site.ask(AskEvents()).events)]  # as `memstore page` shows them
+    for lines, row in zip(reversed(told), found["drills"], strict=True):
+        labels = [label for _, label, _ in lines]
+        assert set(labels) >= {phase["phase"] for phase in row["phases"]}
+        assert [text for _, _, text in row["timeline"]] == [t for _, _, t in lines[:-1] if t != "begins"]
+        assert lines[-1][1:] == [PASS, row["words"]]
     again = run_drill("corrupt-chunk", site, options)
     assert again.victims == found["drills"][1]["victims"]

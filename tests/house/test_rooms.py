@@ -49,6 +49,7 @@ SHELL: dict[str, str] = {
     "device": "arena native tensors threads",
     "codec": "device native tensors threads",
     "durable": "",
+    "page": "",
     "rank": "arena codec device identity net tensors threads",
     "peer": "arena net threads",
     "holder": "arena durable identity native net peer threads",

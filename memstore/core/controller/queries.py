@@ -52,6 +52,7 @@ class Queries:
             calls.AskSteps: self._steps,
             VerifyStore: self._verify,
             calls.AskEvents: self._events,
+            calls.NoteDrill: self._note_drill,
             calls.AskLastCopies: self._last_copies,
             calls.AskPlan: parts.dry_runs.ask,
             calls.ReadStep: lambda call: parts.reads.read(call, call.request),
@@ -130,6 +131,11 @@ class Queries:
         """Answer with the events since a number, of one job or of all; the store's own events come with either."""
         events = self.parts.recorder.recent_events
         self.out.answer(call, events.page(call.request.since, call.request.job, self.state.wall_s))
+
+    def _note_drill(self, call: Call[calls.NoteDrill]) -> None:
+        told = call.request
+        self.out.note("drill", job=told.job, phase=told.phase, text=told.text)
+        self.out.answer(call, Noted())
 
     def _last_copies(self, call: Call[calls.AskLastCopies]) -> None:
         """Answer what would be lost with the copies in RAM, of one job or of all."""

@@ -215,6 +215,7 @@ KINDS: Mapping[str, EventKind] = {
     "files_lost": EventKind(
         PROBLEM, lambda e: f"files of its arena's folder were REMOVED while its holder ran: {e['what']}"
     ),
+    "drill": EventKind(NOTABLE, lambda e: f"drill, {e['phase']}: {e['text']}"),
     "term": EventKind(
         NOTABLE, lambda e: f"controller of term {e['term']} serves: hosts {', '.join(e['hosts'])}{_took(e, 'settling')}"
     ),

@@ -184,16 +184,20 @@ def survival(
         parity: By rank, for how many copies its parity stands, and the hosts of its set that have it, its own first.
             For one fewer with each of them that is in the domain of another.
 
-    Complexity: levels x (copies + copies x damaged chunks).
+    Complexity: copies + levels x (different places + their damaged chunks); ranks of one host lie in the same places.
     Source: ours.
     """
     found = []
+    ranks = {
+        (frozenset((copy.host, copy.missing) for copy in copies), (parity or {}).get(rank) and rank): rank
+        for rank, copies in enumerate(shards)
+    }.values()
     for level in levels_of(topology.failure_domains):
         if level != HOST_LEVEL and not any(host.domain(level) for host in topology.hosts.values()):
             continue
         least, fatal = len(topology.hosts), set()
-        for rank, copies in enumerate(shards):
-            count, members = (parity or {}).get(rank, (0, ()))
+        for rank in ranks:
+            copies, (count, members) = shards[rank], (parity or {}).get(rank, (0, ()))
             there = {topology.hosts[host].domain(level) for host in members if host in topology.hosts}
             more = max(0, count - (len(members) - len(there)))
             for domains in _domains_by_chunk([c for c in copies if c.host in topology.hosts], level, topology):

@@ -163,12 +163,15 @@ def step_state(job: Job, step: StepId) -> StepState:
 
 
 def fewest_copies(state: ClusterState, job: Job, step: StepId) -> int:
-    """Return the number of host-level domains of the shard with the fewest."""
-    commit, ranks = job.commits[step], job.copies.get(step, {})
+    """Return the number of host-level domains of the shard with the fewest; equal places are looked at once."""
+    commit, ranks, sets = job.commits[step], job.copies.get(step, {}), job.parity_sets(step)
     if len(ranks) < commit.world_size:
         return 0
-    whole = {rank: [h for h, c in hosts.items() if not c.missing] for rank, hosts in ranks.items()}
-    return min(len(state.hosts.domains(hosts)) + job.parity_copies(step, rank) for rank, hosts in whole.items())
+    places = {
+        (frozenset(h for h, c in hosts.items() if not c.missing), job.parity_copies(step, rank) if rank in sets else 0)
+        for rank, hosts in ranks.items()
+    }
+    return min(len(state.hosts.domains(hosts)) + in_parity for hosts, in_parity in places)
 
 
 # -- steps that are gone ------------------------------------------------------------------------------

@@ -234,6 +234,15 @@ class AskEvents(Request[Events], frozen=True, tag="events"):
     job: Name | None = None
 
 
+class NoteDrill(Request[Noted], frozen=True, tag="note_drill"):
+    """Say how far a drill on the store is, for those who watch."""
+
+    job: Name
+    """The drill's own."""
+    phase: str
+    text: str
+
+
 class AskPlan(Request[Plan], frozen=True, tag="plan"):
     """Ask what a get() would recover if these hosts were lost."""
 
@@ -335,6 +344,7 @@ RankCall = (
     | AskStatus
     | AskSteps
     | AskEvents
+    | NoteDrill
     | AskPlan
     | AskLastCopies
     | VerifyStore

@@ -110,10 +110,14 @@ class Report:
 
 
 class Timeline:
-    """The lines and phases of a drill, in seconds since its first line. Each line is printed as it happens."""
+    """The lines and phases of a drill, in seconds since its first line. Each line is printed as it happens.
+
+    `tell` gets each line, and the begin of each phase, as a label and a text.
+    """
 
     def __init__(self, report: Report, print_line: Callable[[str], None]) -> None:
         self._report, self._print_line = report, print_line
+        self.tell: Callable[[str, str], None] = lambda label, text: None
         self._zero_s: float | None = None
 
     def now(self) -> float:
@@ -126,12 +130,14 @@ class Timeline:
         """Record and print what just happened; `note` is printed at the right."""
         line = Line(self.now(), label, text, note)
         self._report.timeline.append(line)
+        self.tell(label, text)
         self._print_line(f"  {line.at_s:06.3f}  {label:<{LABEL_WIDTH}}{text:<{TEXT_WIDTH}} {note}".rstrip())
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Record the begin and end of a phase, also if an exception ends it."""
         started_s = time.monotonic()
+        self.tell(name, "begins")
         try:
             yield
         finally:

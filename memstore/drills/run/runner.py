@@ -7,6 +7,7 @@ for is its status. If the drill itself fails, the outcome is a DrillError and ne
 from __future__ import annotations
 
 import contextlib
+import queue
 import random
 import threading
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from memstore.cli.output import size_text
-from memstore.core.wire.calls import AskPlan
+from memstore.core.wire.calls import AskPlan, NoteDrill
 from memstore.core.wire.replies import Plan, Status
 from memstore.core.wire.status_rows import JobRow
 from memstore.drills.model import report as phases
@@ -93,6 +94,34 @@ def check_last_copies(site: Site, hosts: Sequence[str], *, own_job: str, allows_
 
 
 WATCH_S = 0.05
+TELL_S = 2.0
+
+
+class Teller:
+    """Tells the store what a drill does, on a thread of its own, for those who watch `memstore page` or `events`.
+
+    What cannot be told soon is dropped: the controller may be the victim, and no drill waits for its spectators.
+    """
+
+    def __init__(self, site: Site, job: str) -> None:
+        self._site, self._job = site, job
+        self._lines: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="drill-teller", daemon=True)
+        self._thread.start()
+
+    def tell(self, phase: str, text: str) -> None:
+        """Queue one line."""
+        self._lines.put((phase, text))
+
+    def end(self) -> None:
+        """Tell what waits, as far as that goes soon."""
+        self._lines.put(None)
+        self._thread.join(TELL_S)
+
+    def _run(self) -> None:
+        while (line := self._lines.get()) is not None:
+            with contextlib.suppress(Exception):  # it is a spectator's
+                self._site.ask(NoteDrill(job=self._job, phase=line[0], text=line[1]), TELL_S)
 
 
 class Watch(KeptUp):
@@ -155,6 +184,8 @@ class DrillRun:
         flow = RESTART if context.options.is_beyond and drill.flow == GOES_ON else drill.flow
         self.flow = FLOWS[flow](context, self.scene)
         self.watch = Watch(context.site, self.scene.detected)
+        self.teller = Teller(context.site, context.job.name)
+        context.timeline.tell = self.teller.tell
 
     def run(self) -> Report:
         """Play the drill; return its report, which also holds a MemstoreError if one was raised on the way."""
@@ -182,6 +213,8 @@ class DrillRun:
         finally:
             with context.timeline.phase(phases.CLEANUP):
                 self._cleanup()
+            self.teller.tell(report.outcome, report.words)
+            self.teller.end()
         return report
 
     # -- the phases ---------------------------------------------------------------------------

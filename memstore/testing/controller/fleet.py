@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from memstore.config import Config
 from memstore.core.cluster.state import Rules
 from memstore.core.controller.machine import ControllerMachine
 from memstore.core.wire import orders
-from memstore.core.wire.calls import Called
+from memstore.core.wire.calls import Called, RankCall
+from memstore.core.wire.codec import Request, encode
 from memstore.core.wire.ids import Endpoint, WireCopy, WireShard, WireSpec
 from memstore.core.wire.messages import (
     AnswerCall,
@@ -27,9 +28,11 @@ from memstore.core.wire.messages import (
     SendOrder,
     Tick,
 )
+from memstore.core.wire.replies import decode_passed
 from memstore.core.wire.reports import FactsWritten, Fenced, MarkersFound, MarkersListed, PutTimes, Reserved, Sealed
 from memstore.testing.requests import request_of
 
+R = TypeVar("R")
 JOB = "train"
 CHUNK_BYTES = 4 << 20
 CHUNKS = 64  # of every shard
@@ -86,6 +89,14 @@ class ControllerFleet:
         refused = [answer.error for answer in self.answers if answer.error is not None]
         assert not refused, (verb, refused[:1])
         assert len(self.answers) == self.world_size, (verb, len(self.answers))
+
+    def ask(self, request: Request[R]) -> R:
+        """Return the answer to a person's question, packed and unpacked as it travels."""
+        self.handle(Received(self.hosts[0], Called(id=0, call=cast(RankCall, request))))
+        answered = self.answers.pop()
+        assert answered.reply is not None, answered.error
+        found: R = decode_passed(request, encode(answered.reply))
+        return found
 
     def handle(self, event: Event) -> None:
         """Give the state machine one event, then carry out its orders, as every host would."""

@@ -28,7 +28,7 @@ from memstore.cli import main
 from memstore.cli.events import line
 from memstore.cli.options import Where
 from memstore.cli.output import ExitCode
-from memstore.cli.status import state_text
+from memstore.core.report.cells import state_text
 from memstore.core.report.event_kinds import PROBLEM, ROUTINE, level_of
 from memstore.core.report.recorder import RecentEvents
 from memstore.core.wire.calls import AskStatus, RemoveJob
@@ -67,13 +67,12 @@ def test_help_names_every_verb() -> None:
     """The verbs are listed by what they are about, those of a cluster first."""
     lines = run(None, "--help").stdout.split("Commands:")[1].splitlines()
     verbs = [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "]
-    order = (
-        "up down stores drain doctor status events ls pin unpin persist rm plan verify metrics export import salvage"
-    )
-    assert " ".join(verbs) == f"{order} rehearse completion demo drill"
+    order = "up down stores drain doctor status page events ls pin unpin persist rm plan verify metrics"
+    assert " ".join(verbs) == f"{order} export import salvage rehearse completion demo drill"
 
 
 NEEDS_STORE = [["status"], ["events"], ["ls"], ["rm", "j"], ["plan", "--lose", "h1"], ["verify"], ["drain", "h1"]]
+NEEDS_STORE += [["page"]]
 
 
 @pytest.mark.parametrize("arguments", NEEDS_STORE, ids=lambda a: a[0])

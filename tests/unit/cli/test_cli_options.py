@@ -18,8 +18,9 @@ from memstore.cli import main
 from memstore.cli.lifecycle import sharing_words
 from memstore.cli.options import Seconds, check_host, join_ray_for_verb
 from memstore.cli.output import print_json
-from memstore.cli.status import by_cause, problem_line, writers_line
+from memstore.cli.status import writers_line
 from memstore.config import SECONDS_MAX
+from memstore.core.report.cells import by_cause, problem_line
 from memstore.core.wire.replies import Status
 from memstore.core.wire.status_rows import AttemptStatus, HostRow, JobRow, ProblemRow
 from memstore.errors import ConfigError

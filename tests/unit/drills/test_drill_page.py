@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from types import SimpleNamespace
@@ -18,12 +19,14 @@ import memstore.drills.run.suite as suite_module
 from memstore.cli import main
 from memstore.cli.output import ExitCode
 from memstore.config import Config
+from memstore.core.wire.calls import NoteDrill
 from memstore.drills.model.catalogue import DRILLS, EMBEDDED, RUNNING, Options, find
 from memstore.drills.model.report import BROKEN, CHECK, ERROR, PASS, SETUP, Report, Timeline
+from memstore.drills.run import runner
 from memstore.drills.run.page import page
 from memstore.drills.run.suite import FULL, STANDARD, Play, Suite, SuiteResult, plays_of, record
 from memstore.drills.sites.site import Site
-from memstore.errors import ConfigError, DrillError
+from memstore.errors import ConfigError, DrillError, PeerTimeout
 from memstore.testing import part_records
 from memstore.testing.faults.catalogue import KINDS
 
@@ -238,3 +241,43 @@ def test_every_drill_plays_one_kind_of_the_catalogue() -> None:
     """Faults have one catalogue, and a drill stands at one kind of it."""
     played = [name for kind in KINDS.values() for name in kind.drills.split()]
     assert sorted(played) == sorted(DRILLS)
+
+
+# -- the live page ------------------------------------------------------------------------------------
+
+
+class Hearing:
+    """A store that hears of a drill, once it is let."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, str, str]] = []
+        self.may_answer = threading.Event()
+
+    def ask(self, request: NoteDrill, timeout_s: float) -> None:
+        """Take a line, or fail as a store whose controller is the victim."""
+        self.may_answer.wait(30)
+        if request.phase == "lost":
+            raise PeerTimeout("the controller did not answer")
+        self.heard.append((request.job, request.phase, request.text))
+
+
+def test_a_drill_tells_the_store_what_it_does_and_never_waits_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lines come in order; what the store did not hear is left out; one that hangs holds up nothing."""
+    monkeypatch.setattr(runner, "TELL_S", 0.01)
+    store = Hearing()
+    teller = runner.Teller(cast(Any, store), "drill-x")
+    timeline = Timeline(Report("kill-controller", 7, ""), lambda line: None)
+    timeline.tell = teller.tell
+    with timeline.phase("inject"):
+        timeline.line("inject", "SIGKILL to the controller")
+    timeline.line("lost", "nobody heard this")
+    timeline.line("restored", "step 4")
+    teller.end()
+    assert store.heard == []
+    store.may_answer.set()
+    teller._thread.join(30)
+    assert store.heard == [
+        ("drill-x", "inject", "begins"),
+        ("drill-x", "inject", "SIGKILL to the controller"),
+        ("drill-x", "restored", "step 4"),
+    ]

@@ -15,8 +15,9 @@ from memstore.core.durable.states import DurableStates
 from memstore.core.history.job_removal import Orphans
 from memstore.core.journal.fact_log import FactLog
 from memstore.core.repair import LOOKS_MAX, Repair, Substitutes
+from memstore.core.report import redundancy
 from memstore.core.targets.targets import ClusterView
-from memstore.core.wire.calls import AskRollCall, Called
+from memstore.core.wire.calls import AskRollCall, AskStatus, Called
 from memstore.core.wire.messages import HostBeat, Received, Tick
 from memstore.testing.controller.fleet import JOB, ControllerFleet
 from memstore.testing.requests import request_of
@@ -90,6 +91,18 @@ def test_a_tick_in_which_nothing_changed_looks_at_no_rank(monkeypatch: pytest.Mo
     for _ in range(10):
         fleet.handle(Tick())
     assert looks == [[0], [0]]
+
+
+def test_a_status_looks_at_places_and_not_at_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of a host have their copies on the same hosts: one look for all of them at each of two levels."""
+    fleet = ControllerFleet(16, ranks_per_host=8)
+    fleet.put(1)
+    looks = [counted(monkeypatch, redundancy, "_domains_by_chunk"), counted(monkeypatch, HostTable, "domains")]
+    [job] = fleet.ask(AskStatus()).jobs
+    assert job.newest is not None
+    assert (job.newest.copies, [row.tolerated for row in job.newest.survives]) == (2, [0, 1])
+    assert looks[0][0] <= 2 * 16
+    assert looks[1][0] <= 2 * 16  # for the row of the step, and for the attempt's
 
 
 def test_a_look_at_a_step_asks_once_whether_its_attempt_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

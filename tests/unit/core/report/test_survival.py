@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from memstore.cli.status import state_text
 from memstore.cli.timeline import AwaitedRun, run_text, timeline_rows
+from memstore.core.report.cells import state_text
 from memstore.core.report.problems import DEGRADED, NOTE, UNRECOVERABLE, problems, worst
 from memstore.core.report.redundancy import COUNTED_SETS_MAX, Odds, held_for, survival, survival_odds
 from memstore.core.report.status import RANKS_NAMED_MAX
