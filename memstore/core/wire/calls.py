@@ -119,6 +119,8 @@ class Get(RankRequest[NothingStored | StepAgreed | ShardPlaced], frozen=True, ta
     """The step alone is asked for, and no bytes."""
     then_loads: bool = False
     """Of an agreement: the ranks read bytes themselves, and say with ShardLoaded that they have."""
+    is_trusted: bool = False
+    """No other step than a trusted one is wanted (R38)."""
 
     @property
     def is_adopting(self) -> bool:
@@ -282,7 +284,7 @@ class EndLease(Request[Noted], frozen=True, tag="end_lease"):
 
 
 class PinStep(Request[PinNoted], frozen=True, tag="pin"):
-    """Keep a committed step in RAM under a name (R19)."""
+    """Keep a committed step in RAM under a name (R19); the name TRUSTED only moves on, to a newer step (R38)."""
 
     job: Name
     name: str

@@ -359,6 +359,10 @@ class RankProgram:
         self.store.pin(step, name)
         return {}
 
+    def do_trust(self, step: int) -> dict[str, Any]:
+        """Trust a step."""
+        return {"step": self.store.trust(step)}
+
     def do_unpin(self, name: str) -> dict[str, Any]:
         """Take a pin back."""
         self.store.unpin(name)

@@ -116,6 +116,34 @@ def test_a_pinned_step_outlives_fresh_starts_and_kills(tmp_path: Path, nursery: 
         wait_for(lambda: lineage(cluster) == [(3, 4)], "what nothing keeps is dropped")
 
 
+def test_ranks_go_back_to_the_trusted_step_and_to_the_next_one(tmp_path: Path, nursery: RankNursery) -> None:
+    """Hosts are killed with their memory or without; the bytes of the last good step come back, each time (R38)."""
+    with ProcessCluster(tmp_path, HOSTS) as cluster:
+        fleet = Fleet(cluster, nursery, kib=64)
+        ranks = fleet.begin(TWO, last_step=2)
+        assert ranks[1].call("trust", step=2)["step"] == 2
+        together(ranks, "train", first=3, last=6)
+        fleet.kill(ranks)
+        restart_everything(cluster)
+        ranks = fleet.launch(TWO)
+        got = together(ranks, "get", trusted=True)
+        fleet.check(got)
+        assert [reply["step"] for reply in got] == [2, 2]
+        together(ranks, "train", first=3, last=4)
+        assert lineage(cluster) == [(2, 4), (1, 2)]
+        said = CliRunner().invoke(main, ["trust", "train", "latest", "--store", cluster.config.store]).output
+        assert said == "step 4 of train (attempt 2) is trusted\n"
+        together(ranks, "train", first=5, last=6)
+        fleet.kill(ranks)
+        cluster.lose_host("h1")
+        cluster.start_holder("h1")
+        cluster.wait_live(*HOSTS)
+        ranks = fleet.launch(TWO)
+        got = together(ranks, "get", trusted=True)
+        fleet.check(got)
+        assert [(reply["attempt"], reply["step"]) for reply in got] == [(2, 4), (2, 4)]
+
+
 def test_a_pin_that_does_not_fit_is_refused_with_numbers(tmp_path: Path, nursery: RankNursery) -> None:
     """An arena with room for the job and not for a pin: CapacityError, and commits go on as before (R10)."""
     with ProcessCluster(tmp_path, HOSTS, arena_bytes=1 << 20) as cluster:
