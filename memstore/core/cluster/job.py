@@ -20,7 +20,7 @@ from memstore.core.schedule import Pace, PutCosts
 from memstore.core.wire.codec import Request
 from memstore.core.wire.orders import Lineage
 from memstore.core.wire.replies import Reply
-from memstore.core.wire.status_rows import ReplacedRow
+from memstore.core.wire.status_rows import NonfiniteRow, ReplacedRow
 from placement.groups import Placement
 from recovery.inventory import CommitFact, Copy, DurableMarker, Inventory, ShardId, ShardSpec, StepId
 from recovery.lineage import AttemptFact, Span, in_lineage, lineage
@@ -176,6 +176,7 @@ class Attempt:
     skip_reasons: dict[int, str] = field(default_factory=dict)  # skipped step -> which rank and why, until sent to all
     skip_why: str = ""  # which rank skipped the newest skipped step and why; "" if another controller got it
     is_skip_for_room: bool = False
+    nonfinite: dict[int, NonfiniteRow] = field(default_factory=dict)  # by rank: what was last found in a put (R39)
     shard_of: tuple[int, ...] = ()  # by rank: as in AttemptOpened
     writers: tuple[int, ...] = ()
     generation: int = 0  # of recovery in place; 0: an ordinary launch
@@ -421,7 +422,9 @@ class Job:
     def names_of(self, step: StepId) -> list[str]:
         """Return the names of a step's pins; one that is trusted, pinned or not, has that among them."""
         names = {name for name, pin in self.pins.items() if (pin.attempt, pin.step) == (step.attempt, step.step)}
-        return sorted(names | ({TRUSTED} if step in self.trusted_steps else set()))
+        marker = self.markers.get(step)
+        is_trusted = marker is not None and marker.is_trusted and step not in self.distrusted
+        return sorted(names | ({TRUSTED} if is_trusted else set()))
 
     @property
     def newest_number(self) -> int:

@@ -186,6 +186,13 @@ class ReportDiffering(Request[Noted], frozen=True, tag="report_differing"):
     names: tuple[str, ...]
 
 
+class ReportNonfinite(RankRequest[Noted], frozen=True, tag="report_nonfinite"):
+    """Name what of a put has numbers that are not finite; no names: all are finite again (R39)."""
+
+    step: Unsigned
+    names: tuple[str, ...]
+
+
 class CloseStore(RankRequest[Noted], frozen=True, tag="close"):
     """Leave the job."""
 
@@ -330,6 +337,7 @@ RankCall = (
     | SkipStep
     | RetireStep
     | ReportDiffering
+    | ReportNonfinite
     | CloseStore
     | ShardLoaded
     | AskRollCall

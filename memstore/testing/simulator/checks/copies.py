@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from memstore.core.cluster.job import TRUSTED
+from memstore.core.cluster.job import TRUSTED, Job
 from memstore.core.cluster.step_lookup import kept_steps
 from memstore.core.wire.orders import DropJob, FreeCopies
 from memstore.testing.simulator.checks.observed import Observed, are_well, racks_of, trusted_hosts
@@ -32,17 +32,18 @@ class Promises:
         if name not in self.pins or self._has_moved(step):
             self.pins[name] = step
 
+    def _job(self) -> Job | None:
+        controller = self.world.served()
+        return controller.machine.jobs.get(self.world.scenario.job) if controller is not None else None
+
     def _has_moved(self, step: StepId) -> bool:
         """Say whether trust may have moved on to a step: it is newer, or nothing goes on from the one before."""
-        controller = self.world.served()
-        job = controller.machine.jobs.get(self.world.scenario.job) if controller is not None else None
-        before = self.pins[TRUSTED]
+        job, before = self._job(), self.pins[TRUSTED]
         return step > before or (job is not None and not in_lineage(job.spans(job.present_number), before))
 
     def _follow_trust(self) -> None:
         """Demand the step to which trust has moved on, from its fact on: what was before it is let go of then."""
-        controller = self.world.served()
-        job = controller.machine.jobs.get(self.world.scenario.job) if controller is not None else None
+        job = self._job()
         pin = job.pins.get(TRUSTED) if job is not None else None
         if pin is not None and TRUSTED in self.pins:
             self.pinned(TRUSTED, StepId(pin.attempt, pin.step))
