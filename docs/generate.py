@@ -37,6 +37,7 @@ VALUES = {
     "detect": '`"fast"`, `"normal"`, `"slow"`, or 0.1 s to 3,600 s',
     "tls_dir": "an absolute path or None",
     "put_every": '`"step"`, a number, `"30s"`, `"2%"`, `"auto"`',
+    "on_nonfinite": '`"ignore"`, `"warn"`, `"skip"`',
     "placement": '`"mixed"`, `"group"`, `"ring"`',
     "durable": "an absolute path, a URL, or None",
     "durable_every": '`"30min"`, a number of steps, `"auto"`',

@@ -86,6 +86,7 @@ class Config:
     in_flight: int = 1  # steps that may wait for their commit at once, as far as every host has memory (R10)
     put_every: str | int = "step"  # when should_put() is true: "step", N steps, "30s", "2%" of the time, "auto" (R33)
     stall_budget_s: float = 5.0  # longest that a put blocks for room before its step is skipped (R12)
+    on_nonfinite: str = "ignore"  # a put with NaN or infinity: "warn" names it, "skip" gives the step up (R39)
     placement: str = "mixed"  # which hosts copy one another (placement/README.md)
     parity: int = 0  # k: parity of k shards in a row stands for the copies on peers (R37); 0: copies
     scatter: int = 1  # placements that the ranks of a host take by turns: a lost one's are restored from as many groups
@@ -139,6 +140,12 @@ class Config:
                 f"parity={self.parity} with replicas={self.replicas}, scatter={self.scatter}: parity is for replicas=2 "
                 "or 3 and scatter=1, and of 2 shards or more in a row (1 would be copies); set these, or parity=0",
                 field="parity",
+            )
+        if self.on_nonfinite not in ("ignore", "warn", "skip"):
+            raise ConfigError(
+                f"on_nonfinite={self.on_nonfinite!r} is unknown: use ignore, warn or skip",
+                field="on_nonfinite",
+                value=self.on_nonfinite,
             )
         if self.placement not in ("mixed", "group", "ring"):
             raise ConfigError(f"placement={self.placement!r} is unknown: use mixed, group or ring", field="placement")

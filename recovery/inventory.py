@@ -104,6 +104,7 @@ class DurableMarker:
     specs: Mapping[int, ShardSpec]  # rank -> shard
     key: str = ""  # name of the key that all its slices are under; "" if they are not encrypted
     uses: Mapping[int, tuple[SliceUse, ...]] = field(default_factory=dict)  # rank -> slices; left out: all are whole
+    is_trusted: bool = False  # an evaluation found it good (R38)
 
     def use(self, rank: int, number: int) -> SliceUse:
         """Return how a slice of a rank's part lies there."""

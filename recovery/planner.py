@@ -52,6 +52,7 @@ def plan(
     rank_hosts: Mapping[int, str],
     only_step: StepId | None = None,
     not_steps: Collection[StepId] = (),
+    among: Collection[StepId] | None = None,
 ) -> RecoveryPlan:
     """Return the plan that restores the newest whole step of the lineage (R24).
 
@@ -62,6 +63,7 @@ def plan(
         rank_hosts: Present host of every rank below `world_size`.
         only_step: Consider this step alone, `get(step=S)`.
         not_steps: Steps whose staging failed in this get (R23).
+        among: Consider these steps alone, `get(trusted=True)`; None: all (R38).
 
     Raises:
         ValueError: `rank_hosts` lacks a rank below `world_size`.
@@ -79,7 +81,8 @@ def plan(
     if only_step is not None:
         candidates = [only_step]
     else:
-        candidates = sorted((step for step in known if in_lineage(spans, step)), reverse=True)
+        wanted = known if among is None else known.intersection(among)
+        candidates = sorted((step for step in wanted if in_lineage(spans, step)), reverse=True)
     rejected: list[Rejected] = []
     gone: list[StepId] = []
     for step in candidates:

@@ -29,6 +29,7 @@ class Terms:
     durable: str | None = None
     placement: Any = Config.placement
     scatter: int = Config.scatter
+    pinned: int = 0  # steps that pins and trust keep, each in a version of its own
 
     @classmethod
     def of(cls, *settings: Mapping[str, Any]) -> Terms:
@@ -43,14 +44,15 @@ class Terms:
 
     @property
     def versions(self) -> int:
-        """Return how many versions of a step each host has room for: those kept, in flight, and one that is written."""
-        return self.keep_steps + self.in_flight + (self.durable is not None)
+        """Return how many versions of a step each host has room for: those kept, in flight, being written, pinned."""
+        return self.keep_steps + self.in_flight + (self.durable is not None) + self.pinned
 
     @property
     def text(self) -> str:
         """Return them as one would write them."""
         words = [f"keep_steps={self.keep_steps}", *([f"in_flight={self.in_flight}"] if self.in_flight > 1 else [])]
-        return ", ".join([*words, *(["durable"] if self.durable is not None else [])])
+        words += ["durable"] if self.durable is not None else []
+        return ", ".join([*words, *([f"{plural(self.pinned, 'step')} pinned or trusted"] if self.pinned else [])])
 
 
 def limit_lines(hosts: Iterable[HostRow], terms: Terms) -> list[str]:
@@ -93,7 +95,7 @@ def show_bill(console: Console, rows: Iterable[BillRow], terms: Terms) -> None:
     )
     console.print(
         "Parity k+p keeps the promise of 1+p copies, any p losses, in less memory, and has worse odds beyond it: "
-        f"any p+1 hosts of a group are fatal. {HOW}"
+        f"any p+1 hosts of a group are fatal. {HOW} Each step that is pinned or trusted takes one version more."
     )
 
 

@@ -1,4 +1,4 @@
-"""`memstore pin`, `unpin`, `persist` and `rm`: what stays of a job's steps, and what goes (R19, R31)."""
+"""`memstore pin`, `trust`, `unpin`, `persist` and `rm`: what stays of a job's steps, and what goes (R19, R31)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import click
 
 from memstore.cli.options import ASK_S, Where, WholeNumber, step_or_latest, where_options
 from memstore.cli.output import ExitCode, plural, print_json, say
+from memstore.core.cluster.job import TRUSTED
 from memstore.core.durable.checks import CHECK_DEADLINE_S
 from memstore.core.durable.persist import WITHIN_MAX_S
 from memstore.core.wire.calls import AskLastCopies, PersistStep, PinStep, RemoveJob, UnpinStep
@@ -38,6 +39,25 @@ def pin(where: Where, job: str, step: int | None, name: str, attempt: int | None
         print_json(fields_of(answer))
         return
     say(f"step {answer.step:,} of {job} (attempt {answer.attempt}) is pinned as {name}")
+
+
+@click.command(short_help="Say that a committed step was found good.")
+@click.argument("job")
+@click.argument("step", callback=step_or_latest)
+@ATTEMPT
+@where_options
+def trust(where: Where, job: str, step: int | None, attempt: int | None, as_json: bool) -> None:
+    """Keep STEP of JOB (a number, or "latest") for `get(trusted=True)`, in the place of the step trusted before.
+
+    It takes room of its own. `memstore unpin JOB trusted` takes it back.
+    """
+    where.status(job)
+    answer = where.ask(PinStep(job=job, step=step, name=TRUSTED, of_attempt=attempt), CLAIM_S)
+    if as_json:
+        print_json(fields_of(answer))
+        return
+    newer = "" if step in (None, answer.step) else f": it is newer than step {step:,}, nothing has changed"
+    say(f"step {answer.step:,} of {job} (attempt {answer.attempt}) is trusted{newer}")
 
 
 @click.command(short_help="Take a pin back.")
@@ -107,4 +127,4 @@ def rm(where: Where, job: str, yes: bool, force: bool, as_json: bool) -> None:
     say(f"dropped job {job}: {plural(answer.shards, 'shard')} in RAM{kept}")
 
 
-VERBS = (pin, unpin, persist, rm)
+VERBS = (pin, trust, unpin, persist, rm)

@@ -119,9 +119,10 @@ def odds_text(lost_count: int, chance: float, *, is_exact: bool) -> str:
 
 
 def _show_bill(status: Status, job: str | None, as_json: bool) -> None:
-    newest = next((row.newest for row in status.jobs if row.job == job), None)
-    own = {} if newest is None else fields_of(newest)
-    terms = Terms.of(status.job_defaults, own)
+    row = next((row for row in status.jobs if row.job == job), None)
+    own = {} if row is None or row.newest is None else fields_of(row.newest)
+    pinned = {} if row is None else {"pinned": len({(pin.attempt, pin.step) for pin in row.pins.values()})}
+    terms = Terms.of(status.job_defaults, own, pinned)
     rows = bill_of(status.hosts, status.failure_domains, terms)
     if as_json:
         print_json({"bill": bill_json(rows, terms)})

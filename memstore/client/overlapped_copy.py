@@ -127,6 +127,8 @@ class Overlap:
         writes: list[DeviceWrite] = []
         try:
             stream = slot_stream(plan, put.views(), put.chunk_bytes)
+            if put.look is not None:
+                put.look.begin(plan.placed, plan.kinds)
             clones = _Clones()
             for number, (offset, source) in enumerate(plan.placed):
                 if source.address is not None:

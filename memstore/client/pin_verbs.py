@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from memstore.client.checkpoint import StepInfo, step_infos
+from memstore.client.puts import Puts
 from memstore.config import check_given_whole, check_name, check_seconds, check_whole
+from memstore.core.cluster.job import TRUSTED
 from memstore.core.durable.persist import WITHIN_MAX_S
 from memstore.core.wire.calls import AskSteps, PersistStep, PinStep, UnpinStep
 from memstore.core.wire.replies import Persisted
@@ -19,6 +21,7 @@ class PinVerbs:
 
     job: str
     config: Any
+    puts: Puts
     _link: HolderLink
 
     def _check_open(self) -> None:
@@ -44,6 +47,25 @@ class PinVerbs:
             ConfigError: The name is not allowed, or another step has it.
         """
         self._ask_pin(pin_request(self.job, step, name, attempt))
+
+    def trust(self, step: int, *, attempt: int | None = None, timeout_s: float = 60.0) -> int:
+        """Say that a step was found good: RAM keeps it, and `get(trusted=True)` goes back to the newest one (R38).
+
+        Any rank may call it, once for all. It waits for the commit of a step that this rank has just put. What was
+        trusted before is let go of once this step is kept; `unpin("trusted")` takes the word back.
+
+        Returns:
+            The step that is trusted now: this one, or a newer one of the lineage.
+
+        Raises:
+            RecoveryError: The step is not committed, or not whole in RAM.
+            CapacityError: A trusted step takes memory of its own, and there is none; nothing changed.
+            CommitError, TimeoutError: Its commit failed, or did not come in time.
+        """
+        self._check_open()
+        request = pin_request(self.job, step, TRUSTED, attempt)
+        self.puts.steps.wait_committed(request.step or 0, check_seconds("timeout_s", timeout_s))
+        return self._link.call(request, self.config.connect_timeout_s + CALL_SLACK_S).step
 
     def unpin(self, name: str) -> None:
         """Take a pin's name back: retention decides about its step again (R19). ConfigError if there is none."""

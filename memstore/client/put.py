@@ -13,6 +13,7 @@ from memstore.client.steps import Steps
 from memstore.client.ticket import Ticket
 from memstore.core.wire.rank_messages import PutTerms
 from memstore.shell.codec.encode import StatePlan, copy_into
+from memstore.shell.codec.nonfinite import Nonfinite
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.leases import OPEN, OVER, Tenant
 
@@ -30,6 +31,8 @@ class Put(Tenant):
         self.is_late = False  # an overlapped copy writes into the slots: it alone ends the put
         self.lock = threading.RLock()
         self._link, self._steps, self._terms = link, steps, terms
+        self.look: Nonfinite | None = None  # takes the tensors that have numbers which are not finite (R39)
+        self.skips_nonfinite = False  # such a state is not submitted
 
     @property
     def is_open(self) -> bool:
@@ -61,14 +64,19 @@ class Put(Tenant):
         """Copy a state now, and submit it."""
         try:
             with self.lock:
-                digests = copy_into(plan, self.views(), self.chunk_bytes)
+                digests = copy_into(plan, self.views(), self.chunk_bytes, look=self.look)
         except BaseException as exc:
             self.fail(f"its state could not be copied: {exc!r}")
             raise
         self.complete(plan, digests)
 
     def complete(self, plan: StatePlan, digests: Sequence[bytes] | None = None) -> None:
-        """Submit the copied state, or skip its step if the slots are not ours any more (R8)."""
+        """Submit the copied state; skip its step if the slots are not ours any more (R8), or for a number (R39)."""
+        names = self.look.names(plan.name_at) if self.look is not None else []
+        self._steps.looked(self.step, names, is_skipped=self.skips_nonfinite)
+        if names and self.skips_nonfinite:
+            self.fail(f"numbers that are not finite in {', '.join(names)}")
+            return
         if not self.submit(plan.layout, plan.nbytes, digests):
             self._steps.skip(self.ticket, "this host's holder restarted while the state was copied")
 

@@ -26,6 +26,7 @@ from memstore.core.wire.replies import Joined
 from memstore.errors import ClosedError, CommitError, FencedError, StepConflict
 from memstore.shell.codec.encode import PlanMemory, StatePlan, cuda_device_of, plan_digest
 from memstore.shell.codec.interpreter import copying, waiting
+from memstore.shell.codec.nonfinite import Nonfinite
 from memstore.shell.codec.plain_places import copies
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.leases import OPEN, OVER
@@ -195,7 +196,10 @@ class Puts:
             shared_chunks=shared_chunks,
             began_s=began_s,
         )
-        return Put(self.link, self.steps, self.steps.new(step, nbytes, began_s), terms)
+        put = Put(self.link, self.steps, self.steps.new(step, nbytes, began_s), terms)
+        if self.config.on_nonfinite != "ignore":
+            put.look, put.skips_nonfinite = Nonfinite(), self.config.on_nonfinite == "skip"
+        return put
 
     def check_usable(self) -> None:
         """Raise CommitError while the state of this rank may be half written by a load that failed."""

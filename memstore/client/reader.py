@@ -13,6 +13,7 @@ from memstore.client.checkpoint import Checkpoint, StepInfo, open_shard, step_in
 from memstore.client.connect import holder_folder
 from memstore.client.pin_verbs import persist_request, persisted, pin_request
 from memstore.config import Config, check_config, check_given_whole, check_name, check_seconds, check_whole
+from memstore.core.cluster.job import TRUSTED
 from memstore.core.wire.calls import AskSteps, AwaitStep, LeaseStep, ReadStep, UnpinStep
 from memstore.core.wire.codec import Request
 from memstore.core.wire.rank_messages import Unpin
@@ -238,6 +239,10 @@ class Reader:
     def pin(self, step: int, name: str, *, attempt: int | None = None) -> None:
         """Keep a committed step in RAM under a name; as `Store.pin`."""
         self._ask(pin_request(self.job, step, name, attempt))
+
+    def trust(self, step: int, *, attempt: int | None = None) -> int:
+        """Say that a committed step was found good; as `Store.trust`."""
+        return self._ask(pin_request(self.job, step, TRUSTED, attempt)).step
 
     def pins(self) -> list[str]:
         """Return the names of the job's pins."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from memstore.client.ticket import CATCHING_UP, TERMINAL, UNCOMMITTED, SkippedPuts, Ticket, check_step
 from memstore.core.schedule import Schedule
-from memstore.core.wire.calls import RetireStep, SkipStep
+from memstore.core.wire.calls import ReportNonfinite, RetireStep, SkipStep
 from memstore.core.wire.orders import StepLevel
 from memstore.core.wire.rank_messages import StepTrained
 from memstore.core.wire.replies import Joined
@@ -40,6 +40,7 @@ class Steps:
         self._skipped = SkippedPuts(link)
         self._skipping: Future[Any] | None = None
         self._trained, self._said_s = (-1, -1), -SAY_S  # attempt and step that the holder was told last, and when
+        self._nonfinite: list[str] = []  # the tensors that the controller was told of last
         self.resume_step = 0  # no older one is put
         self.last = self._floor = -1
 
@@ -47,6 +48,7 @@ class Steps:
         """Take the answer of a join or a rewind."""
         self.resume_step = joined.resume_step
         self._skipped.begin()
+        self._nonfinite = []
         self._schedule, self._is_late = Schedule(parse_put_every(joined.put_every), None), False
         self.last = self._floor = -1
         if joined.restored_step is not None:
@@ -215,6 +217,17 @@ class Steps:
         log.error("memstore %s rank %d: step %d is torn and will not be restored: %s", link.job, link.rank, step, why)
         self.skip(ticket, why, "failed")
         link.call_soon(RetireStep(job=link.job, attempt=link.attempt, step=step, reason=why, is_torn=True))
+
+    def looked(self, step: int, names: list[str], *, is_skipped: bool) -> None:
+        """Say once which tensors of a put have numbers that are not finite, and once that all are finite again."""
+        if names == self._nonfinite:
+            return
+        self._nonfinite, link = names, self._link
+        if names:
+            what = "so all ranks give the step up" if is_skipped else "and is stored as it is"
+            words = "memstore %s rank %d: step %d has numbers that are not finite in %s, %s"
+            log.warning(words, link.job, link.rank, step, ", ".join(names), what)
+        link.call_soon(ReportNonfinite(**link.who(), step=step, names=tuple(names)))
 
     def give_up(self, step: int, why: str, limit_s: float) -> None:
         """Skip a step that this rank will not put, so that what other ranks put of it frees its slots (R12).

@@ -225,6 +225,7 @@ class Store(PinVerbs):
         into: Any = None,
         rank_state_into: Any = None,
         from_job: str | None = None,
+        trusted: bool = False,
         must_exist: bool = False,
         timeout_s: float = 600.0,
     ) -> Checkpoint | None:
@@ -234,6 +235,8 @@ class Store(PinVerbs):
             step: Read this step instead; adopts nothing (R22).
             from_job: Read a committed step of this other job, the newest whole one unless `step` names it; adopts
                 nothing, and the other job does not change. With its first put this job branches off there (R32).
+            trusted: Go back to the newest whole step that `trust` named, in RAM or on durable storage; with `from_job`
+                read the other job's. What came after it leaves the lineage. RecoveryError where none is whole (R38).
             rank: Read one rank's shard, without a barrier (R27).
             into: Filled in place after every rank's bytes are verified (R26); with `rank`, as they come. Should that
                 fail once it has begun, the error says that the state is unusable, get() fails on all ranks, none of
@@ -254,6 +257,8 @@ class Store(PinVerbs):
         timeout_s = check_seconds("timeout_s", timeout_s)
         if from_job is not None and check_name("job", from_job) == self.job:
             raise ConfigError(f"from_job={from_job!r} is this job: get(), or get(step), reads its own steps")
+        if trusted and not (step is None and rank is None):
+            raise ConfigError("trusted=True chooses the step and takes every rank: give it without step= and rank=")
         with self._alone("get()"):
             self.puts.overlap.wait()  # into= may be the state being copied
             if rank is not None:
@@ -262,7 +267,7 @@ class Store(PinVerbs):
                 return open_shard(read, into, rank_state_into=rank_state_into, timeout_s=timeout_s)
             left_s = take_turn(self._one_get, f"get() of job {self.job!r}", timeout_s)
             try:
-                asked = Get(**self._link.who(), step=step, from_job=from_job, timeout_s=left_s)
+                asked = Get(**self._link.who(), step=step, from_job=from_job, timeout_s=left_s, is_trusted=trusted)
                 got = self._whole_get.run(asked, into, rank_state_into)
             finally:
                 self._one_get.release()

@@ -512,8 +512,8 @@ class Reservations:
         """Return the slots by rank of all pinned and leased steps, which have room of their own (R10, R36)."""
         room = job.lease_room
         total = {rank: slots * room.versions for rank, slots in enumerate(room.needs if room.versions else ())}
-        for pin in job.pins_and_asked().values():
-            for rank, slots in enumerate(pin.needs):
+        for needs in job.pinned_needs():
+            for rank, slots in enumerate(needs):
                 total[rank] = total.get(rank, 0) + slots
         return total
 

@@ -27,17 +27,19 @@ from memstore.core.cluster.state import ClusterState, mtbf_s
 from memstore.core.journal.replication import Journal
 from memstore.core.schedule import PutCosts, decide_steps, lead_end
 from memstore.core.targets.targets import ClusterView
-from memstore.core.wire.calls import SkipStep
+from memstore.core.wire.calls import ReportNonfinite, SkipStep
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import DropJob, FreeCopies, StepLevel
-from memstore.core.wire.replies import Skipped
+from memstore.core.wire.replies import Noted, Skipped
 from memstore.core.wire.reports import PutTimes, seconds
+from memstore.core.wire.status_rows import NonfiniteRow
 from memstore.intervals import parse_put_every
 from placement.topology import is_finer
 from recovery.inventory import Copy, ShardId, StepId
 
 SKIPPED = "another rank gave it up"
 WHY_CHARS_MAX = 400
+NAMED_MAX = 11  # tensors that one rank names, with "and 5 more"
 RESUME_GAP_MAX = 64  # steps; the gap doubles with every skip until a commit lands (R12)
 RESUME_SPAN_S = 60.0  # and a gap lasts at most about this long, because nothing is committed meanwhile
 RESUME_GAP_UNPACED = 4  # steps; the most while it is unknown how long one takes
@@ -555,6 +557,21 @@ class StepCommits:
         job.drop_step(step)
 
     # -- skip ---------------------------------------------------------------------------------
+
+    def nonfinite(self, call: Call[ReportNonfinite]) -> None:
+        """Take which tensors of a rank's put have numbers that are not finite, or that all are finite again (R39)."""
+        request, found = call.request, attempt_of(self.state, self.out, call)
+        if found is None:
+            return
+        self.out.answer(call, Noted())
+        job, attempt = found
+        names = [name[:WHY_CHARS_MAX] for name in request.names[:NAMED_MAX]]
+        if names:
+            attempt.nonfinite[request.rank] = NonfiniteRow(rank=request.rank, step=request.step, names=names)
+        else:
+            attempt.nonfinite.pop(request.rank, None)
+        place = {"job": job.name, "attempt": attempt.attempt_number, "step": request.step, "rank": request.rank}
+        self.out.note("nonfinite" if names else "finite", **place, names=names)
 
     def skip(self, call: Call[SkipStep]) -> None:
         """Abandon a step on all ranks: one found no free slots within its stall budget (R12)."""

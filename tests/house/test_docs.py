@@ -190,6 +190,7 @@ PROVED = {
     "steps_skipped": "integration/cli/test_cli_training.py::test_puts_that_come_faster",
     "in_flight": "unit/core/report/test_problem_remedies.py::test_versions_in_flight",
     "replicas_differ": "integration/client/test_shared_shard_processes.py::test_equal_ranks_that_differ",
+    "nonfinite": "integration/client/test_history.py::test_a_rank_whose_numbers_are_not_finite",
     "placement": "unit/core/report/test_training.py::test_copies_that_cannot_lie_far_apart",
     "durable_off": "unit/core/report/test_problem_remedies.py::test_a_job_without_durable_storage",
     "durable_failed": "unit/core/report/test_training.py::test_storage_that_fails_and_one_that_is_slow",

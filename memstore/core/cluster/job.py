@@ -20,7 +20,7 @@ from memstore.core.schedule import Pace, PutCosts
 from memstore.core.wire.codec import Request
 from memstore.core.wire.orders import Lineage
 from memstore.core.wire.replies import Reply
-from memstore.core.wire.status_rows import ReplacedRow
+from memstore.core.wire.status_rows import NonfiniteRow, ReplacedRow
 from placement.groups import Placement
 from recovery.inventory import CommitFact, Copy, DurableMarker, Inventory, ShardId, ShardSpec, StepId
 from recovery.lineage import AttemptFact, Span, in_lineage, lineage
@@ -92,6 +92,7 @@ class StepPhases(dict[int, StepPhase]):
 # -- job ----------------------------------------------------------------------------------------------
 
 
+TRUSTED = "trusted"  # the pin that moves on, to the newest step that an evaluation found good (R38)
 PUT_STEPS_KEPT = 3  # of each rank, to say who puts what
 
 
@@ -175,6 +176,7 @@ class Attempt:
     skip_reasons: dict[int, str] = field(default_factory=dict)  # skipped step -> which rank and why, until sent to all
     skip_why: str = ""  # which rank skipped the newest skipped step and why; "" if another controller got it
     is_skip_for_room: bool = False
+    nonfinite: dict[int, NonfiniteRow] = field(default_factory=dict)  # by rank: what was last found in a put (R39)
     shard_of: tuple[int, ...] = ()  # by rank: as in AttemptOpened
     writers: tuple[int, ...] = ()
     generation: int = 0  # of recovery in place; 0: an ordinary launch
@@ -326,6 +328,7 @@ class Job:
     past_opened_s: dict[int, float] = field(default_factory=dict)  # by their number: wall clocks, to tell them apart
     pins: dict[str, StepPinned] = field(default_factory=dict)  # by name
     pin_asked: StepPinned | None = None  # its room is being claimed, or its fact is on its way
+    distrusted: set[StepId] = field(default_factory=set)  # their trust was taken back; a marker may not say so yet
     leased: dict[StepId, dict[str, ReadLease]] = field(default_factory=dict)  # steps kept for readers -> by lease
     lease_room: LeaseRoom = LeaseRoom()
     lease_used_s: float = 0.0  # when a leased step was let go of last
@@ -397,6 +400,32 @@ class Job:
         pins = [*self.pins.values(), *([self.pin_asked] if self.pin_asked is not None else [])]
         return {StepId(pin.attempt, pin.step): pin for pin in pins}
 
+    def pinned_needs(self) -> list[tuple[int, ...]]:
+        """Return the slots by rank of every version that pins need; one that moves needs the larger of its two."""
+        asked = self.pin_asked
+        kept = {
+            StepId(pin.attempt, pin.step): pin.needs
+            for name, pin in self.pins.items()
+            if asked is None or name != asked.name
+        }
+        pair = (self.pins.get(asked.name), asked) if asked is not None else ()
+        moving = [pin.needs for pin in pair if pin is not None and StepId(pin.attempt, pin.step) not in kept]
+        return [*kept.values(), tuple(map(max, zip_longest(*moving, fillvalue=0)))]
+
+    @property
+    def trusted_steps(self) -> set[StepId]:
+        """The steps that are trusted: the newest of them is pinned, older ones may be on durable storage (R38)."""
+        pin = self.pins.get(TRUSTED)
+        durable = {step for step, marker in self.markers.items() if marker.is_trusted} - self.distrusted
+        return durable | ({StepId(pin.attempt, pin.step)} if pin is not None else set())
+
+    def names_of(self, step: StepId) -> list[str]:
+        """Return the names of a step's pins; one that is trusted, pinned or not, has that among them."""
+        names = {name for name, pin in self.pins.items() if (pin.attempt, pin.step) == (step.attempt, step.step)}
+        marker = self.markers.get(step)
+        is_trusted = marker is not None and marker.is_trusted and step not in self.distrusted
+        return sorted(names | ({TRUSTED} if is_trusted else set()))
+
     @property
     def newest_number(self) -> int:
         """Return the highest attempt that a fact, a copy or a marker names; 0 if there is none."""
@@ -408,8 +437,8 @@ class Job:
         return [(n, opened_s) for n, opened_s in sorted({**self.past_opened_s, **own}.items()) if n <= attempt_number]
 
     def lineage_of(self, attempt_number: int) -> Lineage:
-        """Return what a marker says of an attempt; of one that no fact knows its number alone."""
-        attempt = self.attempts.get(attempt_number)
+        """Return what a marker says of an attempt; of one that no fact or marker knows its number alone."""
+        attempt = self.attempts.get(attempt_number) or self.past.get(attempt_number)
         parent, parent_step = (attempt.parent, attempt.parent_step) if attempt is not None else (None, None)
         return Lineage(attempt_number, parent, parent_step, tuple(self.opened_moments(attempt_number)))
 

@@ -38,6 +38,7 @@ class Round:
     withdrawn: set[int] = field(default_factory=set)  # ranks that asked and could not wait
     ran_out_on: str = ""  # the awaited host, if all ranks had asked when the first of them withdrew
     is_agreement: bool = False  # all ranks ask for the step and for no bytes: it may have another world size (R27)
+    is_trusted: bool = False  # all ranks ask for a trusted step (R38)
     then_loads: bool = False  # of an agreement: the ranks read bytes on their own and say when they have them
     report: RestoreReport | None = None  # since the bytes were handed out
     loads: RankCalls[ShardLoaded] = field(default_factory=RankCalls)  # of ranks that have loaded theirs

@@ -59,6 +59,7 @@ class Queries:
             calls.RemoveJob: parts.job_removal.ask,
             calls.RetireStep: parts.retirement.ask,
             calls.ReportDiffering: parts.view.shared_shards.reported,
+            calls.ReportNonfinite: parts.steps.nonfinite,
             calls.AwaitStep: parts.followers.await_step,
             calls.LeaseStep: parts.followers.lease,
             calls.EndLease: parts.followers.end,

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from memstore.core.cluster import facts as f
-from memstore.core.cluster.job import AttemptMember, Job
+from memstore.core.cluster.job import TRUSTED, AttemptMember, Job
 from memstore.core.cluster.text import NAMED_MAX
 from memstore.core.controller.parts import Parts
 from memstore.core.controller.reactions import Membership
@@ -268,7 +268,9 @@ class Takeover:
         if isinstance(fact, f.StepCommitted):
             return not job.is_abandoned(StepId(fact.attempt, fact.step))
         if isinstance(fact, f.StepPinned):
-            return fact.name not in job.pins and self._is_pin_there(job, fact)
+            known = job.pins.get(fact.name)
+            is_newer = known is None or (known.attempt, known.step) < (fact.attempt, fact.step)
+            return (known is None or fact.name == TRUSTED) and is_newer and self._is_pin_there(job, fact)
         if isinstance(fact, f.StepSkipped):
             return StepId(fact.attempt, fact.step) not in job.commits
         # The other facts record the course of an attempt. Only the newest attempt's is decided here.

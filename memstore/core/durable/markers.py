@@ -4,7 +4,8 @@ A marker is three lines of text that carry their own digest.
 
     memstore-marker 4
     {"job": ..., "attempt": ..., "step": ..., "world_size": ..., "key": ..., "lineage": {...}, "parts": [[digest, ...]],
-     "uses": {rank: ["tag,tag,...", [[attempt, step, digest, "tag,-,..."] of every older step that a slice reads]]}}
+     "uses": {rank: ["tag,tag,...", [[attempt, step, digest, "tag,-,..."] of every older step that a slice reads]]},
+     "trusted": true}
     <hex xxh3-128 of the two lines above>
 
 Text, because a person who finds the folder years later reads it with `cat`. The digest finds faults, not forgers (R14),
@@ -53,6 +54,7 @@ class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     lineage: Lineage
     parts: tuple[WireSpec, ...]
     uses: WireUses = {}
+    trusted: bool = False
 
 
 _BODY = msgspec.json.Decoder(_Body)
@@ -70,7 +72,8 @@ class MarkerRecord:
     def row(self) -> MarkerRow:
         """Return the marker as a holder reports it."""
         specs = {rank: WireSpec.of(spec) for rank, spec in sorted(self.marker.specs.items())}
-        return MarkerRow(WireStep.of(self.marker.step), specs, wire_uses(self.marker), self.marker.key, self.lineage)
+        step, uses = WireStep.of(self.marker.step), wire_uses(self.marker)
+        return MarkerRow(step, specs, uses, self.marker.key, self.lineage, self.marker.is_trusted)
 
 
 def wire_uses(marker: DurableMarker) -> WireUses:
@@ -97,7 +100,8 @@ def encode_marker(job: str, marker: DurableMarker, lineage: Lineage) -> bytes:
             f"{len(marker.specs)} parts that are not the ranks 0 to {marker.world_size - 1}"
         )
     uses = wire_uses(marker)
-    text = msgspec.json.encode(_Body(job, step.attempt, step.step, marker.world_size, marker.key, lineage, parts, uses))
+    head = (job, step.attempt, step.step, marker.world_size, marker.key, lineage)
+    text = msgspec.json.encode(_Body(*head, parts, uses, marker.is_trusted))
     try:
         _record(text)
     except (ValueError, msgspec.MsgspecError) as exc:
@@ -149,7 +153,7 @@ def _record(text: bytes) -> MarkerRecord:
             raise ValueError(f"rank {rank} has {count} slices, and others are named")
         if any(StepId(base.attempt, base.step) >= step for base in row.bases):
             raise ValueError(f"rank {rank} reads slices of no older step")
-    marker = DurableMarker(step, body.world_size, specs, body.key, slice_uses(body.uses))
+    marker = DurableMarker(step, body.world_size, specs, body.key, slice_uses(body.uses), body.trusted)
     return MarkerRecord(body.job, marker, body.lineage)
 
 
@@ -212,7 +216,8 @@ class DurableMarkers:
                 others.add(step.attempt)
                 continue
             job.past_opened_s.update(named)
-            job.markers[step] = DurableMarker(step, len(table), table, row.key, slice_uses(row.uses))
+            uses = slice_uses(row.uses)
+            job.markers[step] = DurableMarker(step, len(table), table, row.key, uses, row.is_trusted)
         for step in [step for step, count in state.changed.items() if count >= call]:
             job.markers.pop(step, None)  # written or removed after the question: the list may not show it
             if step in known:

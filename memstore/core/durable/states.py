@@ -34,6 +34,7 @@ class Write:
     base: DurableMarker | None = None  # an older step: what is equal there is not written again
     bases_max: int = 0  # most older slices that one may read
     uses: dict[Piece, SliceUse] = field(default_factory=dict)  # how a written slice lies there
+    is_trusted: bool = False  # its marker says so (R38)
 
     @property
     def marker(self) -> DurableMarker:
@@ -42,7 +43,7 @@ class Write:
         for (rank, _), use in sorted(self.uses.items()):
             uses.setdefault(rank, []).append(use)
         named = {rank: tuple(mine) for rank, mine in uses.items() if any(use.tag for use in mine)}
-        return DurableMarker(self.step, len(self.specs), dict(self.specs), self.key or "", named)
+        return DurableMarker(self.step, len(self.specs), dict(self.specs), self.key or "", named, self.is_trusted)
 
     def stuck(self) -> set[str]:
         """Return the hosts that wrote nothing while others wrote all their pieces: their storage hangs."""
@@ -78,6 +79,7 @@ class DurableState:
     taken_back: set[StepId] = field(default_factory=set)  # torn steps that a host has removed
     ordered_back_s: dict[StepId, float] = field(default_factory=dict)  # torn steps whose removal was ordered, and when
     removals: dict[StepId, tuple[str, float]] = field(default_factory=dict)  # under way -> its host, and since when
+    trust_told_s: dict[StepId, float] = field(default_factory=dict)  # when a marker was ordered to say who trusts it
 
     @property
     def active(self) -> Write | None:

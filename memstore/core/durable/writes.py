@@ -27,7 +27,7 @@ from dataclasses import replace
 
 from memstore.core.capacity import Retention
 from memstore.core.cluster.effects import Effects
-from memstore.core.cluster.job import Attempt, Job
+from memstore.core.cluster.job import TRUSTED, Attempt, Job
 from memstore.core.cluster.state import ClusterState, mtbf_s
 from memstore.core.cluster.step_lookup import redundant_steps
 from memstore.core.cluster.text import named_hosts
@@ -90,6 +90,7 @@ class DurableOrders:
             return
         if not self.states.is_known(job) and not state.unread:
             return  # a host lists the markers: storage may have this step, and a newer one would wait for the write
+        self._tell_trust(now, job, state, storage_of(attempt.config))
         mine = [s for s in job.commits if s.attempt == attempt.attempt_number and s not in job.retired]
         decision = self._next(now, job, attempt, state, mine)
         if decision.start is not None:  # only now: to see that a step is whole takes a look at every rank
@@ -211,6 +212,21 @@ class DurableOrders:
         self.states.of(job.name).removals[step] = (host, self.state.now)
         self.out.send(host, RemoveStep(job=job.name, durable=place, step=row, only_unmarked=only_unmarked))
 
+    def _tell_trust(self, now: float, job: Job, state: DurableState, place: DurablePlace | None) -> None:
+        """Have the markers of the trusted step, and of those trusted no more, written again to say so (R38)."""
+        pin = job.pins.get(TRUSTED)
+        wanted = {StepId(pin.attempt, pin.step): True} if pin is not None else {}
+        for step, is_trusted in {**dict.fromkeys(job.distrusted, False), **wanted}.items():
+            marker = job.markers.get(step)
+            if place is None or marker is None or marker.is_trusted == is_trusted or step in state.writes:
+                continue
+            is_due = now - state.trust_told_s.get(step, -math.inf) >= TAKE_BACK_S
+            hosts = [host for host in self.state.hosts.live_ids() if self.state.hosts.is_answering(host)]
+            if is_due and hosts and not self._is_being_removed(state, step):
+                state.trust_told_s[step] = now
+                said = replace(marker, is_trusted=is_trusted)
+                self.out.send(min(hosts, key=state.stuck.__contains__), self._marker_order(job, place, said))
+
     def _is_being_removed(self, state: DurableState, step: StepId) -> bool:
         """Return whether a host is still removing what storage holds of a step."""
         _, since_s = state.removals.get(step, ("", -math.inf))
@@ -322,8 +338,16 @@ class DurableOrders:
 
     def marker_written(self, host_id: str, report: MarkerWritten) -> None:
         """A host wrote a marker, or could not."""
-        self.states.take_back_again(report.job, report.step.id)  # it was written after all, perhaps after the removal
-        self._written(host_id, report, MARKER)
+        step, job, state = report.step.id, self.state.jobs.get(report.job), self.states.of(report.job)
+        self.states.take_back_again(report.job, step)  # it was written after all, perhaps after the removal
+        if job is None or step in state.writes or step not in job.markers:
+            self._written(host_id, report, MARKER)
+        elif report.problem is None:
+            job.markers[step] = replace(job.markers[step], is_trusted=report.is_trusted)
+            state.changed[step] = self.states.calls_count
+        else:
+            why = f"the marker of step {step.step} does not say yet whether it is trusted: {report.problem}"
+            self.out.log(f"job {job.name!r}: {why}", "warning")
 
     def slice_written(self, host_id: str, report: SliceWritten) -> None:
         """A host wrote a slice, or could not."""
@@ -354,7 +378,7 @@ class DurableOrders:
             [write.uses[piece]] = report.use.uses[:1]
             if not write.waits and write.phase == "writing":
                 write.phase = "marking"
-                self._order_marker(job, attempt, host_id, write)
+                self._order_marker(job, host_id, write)
             return
         if not state.abandoned_in_a_row:
             state.abandoned_count = 0  # it ended in its ordinary time: storage keeps up again
@@ -379,13 +403,15 @@ class DurableOrders:
     def _retire_durable(self, job: Job, attempt: Attempt, state: DurableState, host_id: str, write: Write) -> None:
         """Have the steps removed that `durable_keep` lets go, but for those of which writes under way read.
 
-        These go after the next marker. A write under way that would go at once is given up.
+        These go after the next marker. A write under way that would go at once is given up. The newest trusted step
+        stays.
         """
         spans, keep, key = job.spans(attempt.attempt_number), int(attempt.config["durable_keep"]), write.key or ""
         keys = {s: marker.key for s, marker in job.markers.items() if in_lineage(spans, s)}
         for older in [w for w in _unmarked(state) if w.step in retire({**keys, w.step: key}, keep, key)]:
             self._abandon(job, state, older, f"durable_keep={keep} keeps newer steps and would remove it at once")
-        for old in sorted({*retire(keys, keep, key)} - state.bases):
+        trusted = max(job.trusted_steps & keys.keys(), default=None)
+        for old in sorted({*retire(keys, keep, key)} - state.bases - {trusted}):
             del job.markers[old]
             state.changed[old] = self.states.calls_count
             self._order_removal(host_id, job, write.place, old, only_unmarked=False)
@@ -409,21 +435,24 @@ class DurableOrders:
         elif has_other_key:
             self.persists.refuse(job, write.step, ("ConfigError", f"job {job.name!r}: {state.problem}"))
 
-    def _order_marker(self, job: Job, attempt: Attempt, host_id: str, write: Write) -> None:
+    def _order_marker(self, job: Job, host_id: str, write: Write) -> None:
         write.waits[MARKER] = host_id  # its death ends the write
-        older = sorted(step for step in self.states.of(job.name).writes if step < write.step)
-        source = job.attempts.get(write.step.attempt, attempt)
-        order = WriteMarker(
+        write.is_trusted = write.step in job.trusted_steps
+        self.out.send(host_id, self._marker_order(job, write.place, write.marker))
+
+    def _marker_order(self, job: Job, place: DurablePlace, marker: DurableMarker) -> WriteMarker:
+        older = sorted(step for step in self.states.of(job.name).writes if step < marker.step)
+        return WriteMarker(
             job=job.name,
-            durable=write.place,
-            step=WireStep.of(write.step),
-            key=write.key or "",
-            specs={rank: WireSpec.of(spec) for rank, spec in sorted(write.specs.items())},
-            uses=wire_uses(write.marker),
-            lineage=job.lineage_of(source.attempt_number),
+            durable=place,
+            step=WireStep.of(marker.step),
+            key=marker.key,
+            specs={rank: WireSpec.of(spec) for rank, spec in sorted(marker.specs.items())},
+            uses=wire_uses(marker),
+            lineage=job.lineage_of(marker.step.attempt),
             beside=tuple(map(WireStep.of, older)),
+            is_trusted=marker.is_trusted,
         )
-        self.out.send(host_id, order)
 
     def forget(self, name: str) -> None:
         """Forget a removed job: another one of its name begins without history."""
@@ -442,7 +471,7 @@ class DurableOrders:
         hosts = self.state.hosts
         others = [host for host in hosts.live_ids() if host != host_id and hosts.is_answering(host)]
         if write.waits.get(MARKER) == host_id and others and write.step not in job.torn:
-            self._order_marker(job, attempt, others[0], write)
+            self._order_marker(job, others[0], write)
             return
         owed = {piece for piece, host in write.waits.items() if host == host_id}
         if MARKER in owed or not self._move(job, write, owed, host_id):

@@ -26,6 +26,17 @@ TORCH_ITEMSIZE: dict[str, int] = {
     "complex128": 16,
 }
 
+# Kinds of numbers that may not be finite, as the native helper knows them (R39); 0 is any other.
+FLOAT_KINDS: dict[Any, int] = {
+    **dict.fromkeys(("float64", "complex128", "<f8", "<c16"), 1),
+    **dict.fromkeys(("float32", "complex64", "<f4", "<c8"), 2),
+    **dict.fromkeys(("float16", "complex32", "<f2"), 3),
+    "bfloat16": 4,
+    "float8_e5m2": 5,
+    "float8_e4m3fn": 6,
+    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz"), 7),
+}
+
 ITEMSIZE_MAX = 1 << 31
 DIMS_MAX = 64  # as in numpy and torch
 _DEPTH_MAX = 16

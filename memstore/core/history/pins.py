@@ -1,8 +1,9 @@
-"""Steps that people treat by name: pinned, or not offered again. Pure (R10, R19, R25).
+"""Steps that people treat by name: pinned, trusted, or not offered again. Pure (R10, R19, R25, R38).
 
 A pin: a committed step that a person named stays in RAM, in room of its own.
 
 asked --whole in RAM--> room claimed on every host --StepPinned spread--> pinned --StepUnpinned spread--> not pinned
+                                                                            '--trust alone: a newer one is--> moved
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from memstore.config import check_name
 from memstore.core.capacity import Reservations, Retention
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import Fact, StepPinned, StepRetired, StepUnpinned
-from memstore.core.cluster.job import Call, Job
+from memstore.core.cluster.job import TRUSTED, Call, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.step_lookup import named_step, why_not_whole
 from memstore.core.cluster.text import listed_pins
@@ -22,6 +23,7 @@ from memstore.core.wire.calls import PinStep, RetireStep, UnpinStep
 from memstore.core.wire.replies import Noted, PinNoted
 from memstore.errors import ConfigError
 from recovery.inventory import StepId
+from recovery.lineage import in_lineage
 
 
 class Pins:
@@ -46,7 +48,7 @@ class Pins:
     # -- pin ----------------------------------------------------------------------------------
 
     def pin(self, job: Job, call: Call[PinStep]) -> None:
-        """Name a step of a job; asked again with the same step it is the same pin."""
+        """Name a step of a job; asked again with the same step it is the same pin. Trust only moves on (R38)."""
         request, attempt = call.request, job.newest
         try:
             name = check_name("pin", request.name)
@@ -61,7 +63,7 @@ class Pins:
             self.out.refuse(call, *(refusal or ("RecoveryError", what)))
             return
         known = job.pins.get(name)
-        if known is not None and (known.attempt, known.step) == (step.attempt, step.step):
+        if known is not None and (_step_of(known) == step or (name == TRUSTED and _is_behind(job, step, known))):
             self.out.answer(call, _answer(known))
             return
         asked = job.pin_asked
@@ -82,9 +84,9 @@ class Pins:
         self.room.claim(job, attempt, lambda host, why: self._claimed(job, fact, host, why))
 
     def _refusal(self, job: Job, step: StepId, name: str) -> tuple[str, str] | None:
-        what = f"step {step.step} (attempt {step.attempt}) of job {job.name!r} cannot be pinned"
+        what = f"step {step.step} (attempt {step.attempt}) of job {job.name!r} cannot be {_done(name)}"
         known = job.pins.get(name)
-        if known is not None:
+        if known is not None and name != TRUSTED:
             return "ConfigError", (
                 f"job {job.name!r} has a pin {name!r}, on step {known.step} of attempt {known.attempt}: take another "
                 f"name, or `memstore unpin {job.name} {name}` first"
@@ -105,19 +107,23 @@ class Pins:
         if job.newest is not None:
             self.room.order(job, job.newest)  # the others give the room back
         pins = f" beside {listed_pins(job)}" if job.pins else ""
+        noun = "trusted step" if fact.name == TRUSTED else "pin"
         self.waiters.refuse(
             fact,
             "CapacityError",
-            f"step {fact.step} of job {job.name!r} cannot be pinned: a pin takes room of its own, and it does not "
-            f"fit{pins} on {host}: {why}",
+            f"step {fact.step} of job {job.name!r} cannot be {_done(fact.name)}: a {noun} takes room of its own, and "
+            f"it does not fit{pins} on {host}: {why}",
         )
 
     def apply_pinned(self, fact: StepPinned, *, is_replay: bool) -> None:
-        """Apply the replicated pin: retention keeps the step."""
+        """Apply the replicated pin: retention keeps the step, and no more the one from which trust moved on."""
         job = self.state.jobs.setdefault(fact.job, Job(fact.job))
-        job.pins[fact.name] = fact
+        before, job.pins[fact.name] = job.pins.get(fact.name), fact
+        job.distrusted.discard(_step_of(fact))
         if not is_replay and job.pin_asked == fact:
             job.pin_asked = None
+        if not is_replay and before is not None:
+            self._let_go(job)
 
     # -- unpin --------------------------------------------------------------------------------
 
@@ -136,16 +142,34 @@ class Pins:
     def apply_unpinned(self, fact: StepUnpinned, *, is_replay: bool) -> None:
         """Apply the end of a pin: free its room, and drop the step if nothing else keeps it."""
         job = self.state.jobs.get(fact.job)
-        if job is not None:
-            job.pins.pop(fact.name, None)
+        pin = job.pins.pop(fact.name, None) if job is not None else None
         if is_replay or job is None:
             return
+        if pin is not None and fact.name == TRUSTED:
+            job.distrusted.add(_step_of(pin))
+        self._let_go(job)
+
+    def _let_go(self, job: Job) -> None:
         self.retention.retain(job)
         if job.newest is not None:
             self.room.order(job, job.newest)
 
     def _wait(self, call: Call[PinStep] | Call[UnpinStep], fact: Fact, pin: StepPinned) -> None:
         self.waiters.add(fact, call, _answer(pin))
+
+
+def _step_of(pin: StepPinned) -> StepId:
+    return StepId(pin.attempt, pin.step)
+
+
+def _is_behind(job: Job, step: StepId, pin: StepPinned) -> bool:
+    """Return whether a newer step is trusted already, and could be gone on from: a late rank moves trust never back."""
+    trusted, spans = _step_of(pin), job.spans(job.present_number)
+    return step < trusted and in_lineage(spans, trusted) and trusted not in job.retired
+
+
+def _done(name: str) -> str:
+    return "trusted" if name == TRUSTED else "pinned"
 
 
 def _answer(pin: StepPinned) -> PinNoted:

@@ -190,9 +190,10 @@ async def _copied(
 async def marker(io: HolderIo, state: HolderState, order: WriteMarker) -> None:
     """Write the marker of a step whose parts are all there, report it, then remove what abandoned writes left."""
     step, place, specs = order.step.id, order.durable, {rank: spec.spec for rank, spec in order.specs.items()}
-    record = DurableMarker(step, len(specs), specs, order.key, slice_uses(order.uses))
+    record = DurableMarker(step, len(specs), specs, order.key, slice_uses(order.uses), order.is_trusted)
     _, problem = await outcome(io, "durable write", io.store_marker(place, order.job, record, order.lineage))
-    state.report(MarkerWritten(job=order.job, step=order.step, key=order.key, problem=problem or None))
+    done = MarkerWritten(job=order.job, step=order.step, key=order.key, problem=None, is_trusted=order.is_trusted)
+    state.report(structs.replace(done, problem=problem or None))
     if problem:
         return
     keep = {step, *(row.id for row in order.beside)}

@@ -153,6 +153,10 @@ KINDS: Mapping[str, EventKind] = {
     "superseded": EventKind(NOTABLE, lambda e: f"step {e['step']} superseded: {e['why']}"),
     "skip": EventKind(PROBLEM, _skip),
     "unchanged": EventKind(PROBLEM, _unchanged, is_logged=True),
+    "nonfinite": EventKind(
+        PROBLEM, lambda e: f"step {e['step']}: rank {e['rank']} has NaN or infinity in {', '.join(e['names'])}"
+    ),
+    "finite": EventKind(NOTABLE, lambda e: f"step {e['step']}: all numbers of rank {e['rank']} are finite again"),
     "replicas_differ": EventKind(PROBLEM, _replicas_differ, is_logged=True),
     "replicas_agree": EventKind(
         NOTABLE, lambda e: f"ranks {e['ranks'][0]} and {e['ranks'][1]} put equal bytes again at step {e['step']}"

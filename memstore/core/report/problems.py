@@ -51,8 +51,8 @@ Kind = Literal[
     "host_suspect", "host_dead", "host_drains", "host_full", "holder_nice", "over_limit",
     "host_warning", "descriptors", "files_removed", "damage_found", "launch_waits", "not_whole", "step_retired",
     "few_copies", "job_ended", "ranks_ended", "ranks_unseen", "rank_late", "training_quiet", "nothing_committed",
-    "steps_skipped", "in_flight", "replicas_differ", "placement", "durable_off", "durable_failed", "durable_missing",
-    "durable_abandoned"
+    "steps_skipped", "in_flight", "replicas_differ", "nonfinite", "placement", "durable_off", "durable_failed",
+    "durable_missing", "durable_abandoned"
 ]  # fmt: skip
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
@@ -474,6 +474,10 @@ def _job_problems(name: str, newest: AttemptStatus, hosts: list[HostRow]) -> Ite
             pair.since_s,
             "a missing all-reduce, state that is a rank's own (put it with rank_state=), or a broken device",
         )
+    for rank in newest.nonfinite:
+        text = f"rank {rank.rank} puts NaN or infinity since step {rank.step}, in {', '.join(rank.names[:3])}"
+        way = 'go back to a good step, with get(trusted=True) or rewind(); on_nonfinite="skip" keeps it from now on'
+        yield _row("nonfinite", NOTE, name, text, None, way)
     is_said = newest.committed_step is not None and newest.copies < newest.replicas  # with its remedy
     for text in () if is_said else (*newest.warnings, *newest.unmet):
         way = "add hosts, or labels for the failure domains they lie in; or ask for fewer replicas"

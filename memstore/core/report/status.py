@@ -217,7 +217,9 @@ class StatusReport:
         holds, parity = ({host: own_first(host, owners) for host, owners in table.items()} for table in tables)
         return holds, parity
 
-    def _looked(self, job: Job, attempt: Attempt, step: StepId) -> Shards:
+    def _looked(self, job: Job, attempt: Attempt, step: StepId | None) -> Shards:
+        if step is None:
+            return Shards((), 0, {}, [], {}, {})
         rank_hosts = {rank: member.host_id for rank, member in attempt.members.items()}
         when = (
             job.commits[step],
@@ -267,9 +269,8 @@ class StatusReport:
         return self.state.now - at_s if at_s is not None else None
 
     def _attempt(self, job: Job, attempt: Attempt) -> AttemptStatus:
-        newest, on_storage, recovery = job.newest_committed, job.newest_durable, attempt.recovery
-        placement, durable = self.view.placement(job), self.states.of(job.name)
-        looked = self._looked(job, attempt, newest) if newest is not None else Shards((), 0, {}, [], {}, {})
+        newest, on_storage, durable = job.newest_committed, job.newest_durable, self.states.of(job.name)
+        placement, looked, recovery = self.view.placement(job), self._looked(job, attempt, newest), attempt.recovery
         return AttemptStatus(
             phase=attempt.phase,
             ended_by=attempt.ended_by,
@@ -283,6 +284,7 @@ class StatusReport:
             shards=max(attempt.shard_of, default=-1) + 1,
             writers=list(attempt.writers),
             replicas_differ=self.view.shared_shards.differing_rows(job, attempt),
+            nonfinite=[attempt.nonfinite[rank] for rank in sorted(attempt.nonfinite)],
             rank_hosts={str(rank): member.host_id for rank, member in attempt.members.items()},
             training_step=attempt.trained_step,
             committed_step=newest.step if newest is not None else None,

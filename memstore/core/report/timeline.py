@@ -124,7 +124,7 @@ def step_rows(state: ClusterState, job: Job, awaited: Mapping[StepId, list[str]]
                 durable_key=marker.key if marker is not None else "",
                 in_lineage=in_lineage(spans, step),
                 retired=job.retired.get(step, ""),
-                pins=sorted(n for n, p in job.pins.items() if (p.attempt, p.step) == (step.attempt, step.step)),
+                pins=job.names_of(step),
                 copies=fewest_copies(state, job, step) if commit is not None else 0,
                 shards=len(ranks),
                 world_size=getattr(commit or marker, "world_size", None),

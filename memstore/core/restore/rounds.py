@@ -120,8 +120,9 @@ class Rounds:
             )
         if not active.calls:
             active.is_agreement, active.then_loads = is_agreement, request.then_loads
-        mine = _asked(only_step, request.from_job, is_agreement)
-        theirs = _asked(active.only_step, active.from_job, active.is_agreement)
+            active.is_trusted = request.is_trusted
+        mine = _asked(only_step, request.from_job, is_agreement, request.is_trusted)
+        theirs = _asked(active.only_step, active.from_job, active.is_agreement, active.is_trusted)
         if mine != theirs:
             why = f"this rank calls {mine}, the ranks waiting {theirs}: all ranks must call the same"
             self.out.refuse(call, "RecoveryError", f"job {name!r}: {why}")
@@ -203,6 +204,7 @@ class Rounds:
             rank_hosts={rank: member.host_id for rank, member in attempt.members.items()},
             only_step=only,
             not_steps=tuple(active.failed_steps),
+            among=job.trusted_steps if active.is_trusted else None,
         )
         if active.is_agreement and result.step is not None:
             result = self._plan_in_place(active, job, attempt, inventory, result)
@@ -272,10 +274,14 @@ class Rounds:
         lines += [f"step {s.step} (attempt {s.attempt}): {why}" for s, why in active.failed_steps.items()]
         lines += [f"durable storage could not be read: {active.unread}"] if active.unread else []
         start_over = "" if active.from_job is not None else ", or start over with connect(..., fresh=True)"
+        kind, lines = "", lines or [result.why]
+        if active.is_trusted:
+            kind, lines = "trusted ", lines if result.rejected else [*lines, _who_is_trusted(job)]
+            start_over = ", or go on without trusted=True"
         return (
             "RecoveryError",
-            f"job {job.name!r} has history but no whole step, neither in RAM nor on durable storage:\n  "
-            + "\n  ".join(lines or [result.why])
+            f"job {job.name!r} has history but no whole {kind}step, neither in RAM nor on durable storage:\n  "
+            + "\n  ".join(lines)
             + f"\nBring the named hosts back and call get() again{_way_back(job)}{start_over}",
         )
 
@@ -343,6 +349,7 @@ class Rounds:
             world_size=attempt.world_size,
             rank_hosts={rank: member.host_id for rank, member in attempt.members.items()},
             not_steps=(*active.failed_steps, step),
+            among=job.trusted_steps if active.is_trusted else None,
         )
         return other.step is not None and (active.is_agreement or other.world_size == attempt.world_size)
 
@@ -779,10 +786,11 @@ def _planned(active: Round) -> tuple[RecoveryPlan, StepId]:
     return active.plan, active.plan.step
 
 
-def _asked(step: int | None, from_job: str | None, is_agreement: bool) -> str:
+def _asked(step: int | None, from_job: str | None, is_agreement: bool, is_trusted: bool) -> str:
     """Return a call in words: "get() for step 5 of job 'base'"."""
     of = f" of job {from_job!r}" if from_job is not None else ""
-    return f"{'agree_on_step()' if is_agreement else 'get()'} for step {step}{of}"
+    verb = "agree_on_step" if is_agreement else "get"
+    return f"{verb}({'trusted=True' if is_trusted else ''}) for step {step}{of}"
 
 
 def _no_step(active: Round, number: int, job: Job, known: Collection[StepId]) -> Refusal:
@@ -791,6 +799,14 @@ def _no_step(active: Round, number: int, job: Job, known: Collection[StepId]) ->
     have = sorted({s.step for s in known})
     what = f"its steps are {listed(have)}" if have else "it has none"
     return past or ("RecoveryError", f"job {job.name!r} has no step {number}: {what}")
+
+
+def _who_is_trusted(job: Job) -> str:
+    """Say which steps are trusted, none of which a get(trusted=True) may take, and what a get() would go on from."""
+    others = ", ".join(f"step {s.step} (attempt {s.attempt})" for s in sorted(job.trusted_steps, reverse=True)[:10])
+    newest = job.newest_committed
+    said = f"{others} is trusted and not of this lineage: rewind() goes there" if others else "no step is trusted"
+    return f"{said}; the newest committed step is {newest.step if newest is not None else 'not known'}"
 
 
 def _way_back(job: Job) -> str:

@@ -119,6 +119,8 @@ class Get(RankRequest[NothingStored | StepAgreed | ShardPlaced], frozen=True, ta
     """The step alone is asked for, and no bytes."""
     then_loads: bool = False
     """Of an agreement: the ranks read bytes themselves, and say with ShardLoaded that they have."""
+    is_trusted: bool = False
+    """No other step than a trusted one is wanted (R38)."""
 
     @property
     def is_adopting(self) -> bool:
@@ -181,6 +183,13 @@ class ReportDiffering(Request[Noted], frozen=True, tag="report_differing"):
     step: Unsigned
     ranks: tuple[Unsigned, Unsigned]
     chunks: Unsigned
+    names: tuple[str, ...]
+
+
+class ReportNonfinite(RankRequest[Noted], frozen=True, tag="report_nonfinite"):
+    """Name what of a put has numbers that are not finite; no names: all are finite again (R39)."""
+
+    step: Unsigned
     names: tuple[str, ...]
 
 
@@ -291,7 +300,7 @@ class EndLease(Request[Noted], frozen=True, tag="end_lease"):
 
 
 class PinStep(Request[PinNoted], frozen=True, tag="pin"):
-    """Keep a committed step in RAM under a name (R19)."""
+    """Keep a committed step in RAM under a name (R19); the name TRUSTED only moves on, to a newer step (R38)."""
 
     job: Name
     name: str
@@ -337,6 +346,7 @@ RankCall = (
     | SkipStep
     | RetireStep
     | ReportDiffering
+    | ReportNonfinite
     | CloseStore
     | ShardLoaded
     | AskRollCall

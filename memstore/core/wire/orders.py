@@ -308,7 +308,7 @@ class WriteSlices(Message, frozen=True, tag="write_slices"):
 
 
 class WriteMarker(Message, frozen=True, tag="write_marker"):
-    """Write the marker of a step whose slices are all written; reported."""
+    """Write the marker of a step whose slices are all written, or whose trust has changed; reported."""
 
     job: Name
     durable: DurablePlace
@@ -320,6 +320,8 @@ class WriteMarker(Message, frozen=True, tag="write_marker"):
     lineage: Lineage
     beside: tuple[WireStep, ...] = ()
     """Older steps whose writes go on: their slices stay."""
+    is_trusted: bool = False
+    """It is to say so (R38)."""
 
 
 class RemoveStep(Message, frozen=True, tag="remove_step"):

@@ -184,6 +184,8 @@ class MarkerWritten(Message, frozen=True, tag="marker_written"):
     step: WireStep
     key: str
     problem: str | None
+    is_trusted: bool = False
+    """It says so."""
 
 
 class StepRemoved(Message, frozen=True, tag="step_removed"):
@@ -204,6 +206,7 @@ class MarkerRow(Row, frozen=True):
     uses: WireUses
     key: str
     lineage: Lineage
+    is_trusted: bool = False
 
 
 class MarkersFound(Part, frozen=True):

@@ -221,6 +221,14 @@ class DifferingRow(Part, frozen=True):
     since_s: float
 
 
+class NonfiniteRow(Part, frozen=True):
+    """A rank whose puts have numbers that are not finite, since a step."""
+
+    rank: Unsigned
+    step: Unsigned
+    names: list[str]
+
+
 class RankPlace(Part, frozen=True):
     """A rank that puts no more, and where to look for it."""
 
@@ -285,6 +293,7 @@ class AttemptStatus(Part, frozen=True):
     shards: Unsigned
     writers: list[Unsigned]
     replicas_differ: list[DifferingRow]
+    nonfinite: list[NonfiniteRow]
     rank_hosts: dict[str, str]
     training_step: int
     committed_step: Unsigned | None

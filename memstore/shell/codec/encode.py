@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from memstore.core.format.dtypes import FLOAT_KINDS
 from memstore.core.format.layout import decode_layout, encode_layout, packed
 from memstore.core.format.manifest import (
     LAYOUT_BYTES_MAX,
@@ -30,6 +31,7 @@ from memstore.core.format.manifest import (
 from memstore.core.format.shared_layout import name_at
 from memstore.errors import UnsupportedState
 from memstore.shell.codec.known_state import KnownSources, KnownState
+from memstore.shell.codec.nonfinite import Nonfinite
 from memstore.shell.codec.walk import StateWalk, ask_stateful
 from memstore.shell.device.side_stream import DeviceWrite, order_all
 from memstore.shell.native import extension
@@ -54,6 +56,7 @@ class StatePlan:
     placed: PlacedSources
     shared_chunks: int | None = None  # leading chunks that other ranks put too; None: no shared shard (R34)
     parts: tuple[tuple[str, int, bytes], ...] = ()  # states in one stream: name, offset, layout; () if it is one
+    kinds: bytes = b""  # of the numbers of each source, as in `core/format/dtypes.py`; those behind them have none
 
     def name_at(self, offset: int) -> str:
         """Return the path of the tensor whose bytes begin at a stream offset; slow, for messages."""
@@ -70,6 +73,7 @@ class _Places:
     extents: list[tuple[int, int]]
     components: list[Component]  # by extent
     end: int
+    kinds: bytes  # by extent
 
     @classmethod
     def of(cls, leaves: list[Leaf]) -> _Places:
@@ -88,7 +92,7 @@ class _Places:
             for index, (offset, strides, flags) in zip(group.leaves, group.rows):  # noqa: B905  equal by construction
                 row = tensors[index]
                 row[0], row[1], row[4], row[5] = number, offset, strides, flags
-        return cls(tensors, extents, order, end)
+        return cls(tensors, extents, order, end, bytes(_kind_of(group, leaves) for group in order))
 
     def forget_memory(self) -> None:
         """Let go of all tensors: what a job no longer uses is not to be kept by us."""
@@ -105,6 +109,7 @@ class _Known:
         self._sources = KnownSources(walk.leaves(), places.components, offsets, self._state.addresses)
         self._extents, self._tensors = packed(places.extents), packed(places.tensors)
         self._end, self._layout, self._blob_sizes = places.end, layout, list(map(len, walk.blobs))
+        self._kinds = places.kinds
 
     def plan(self, state: object, name: str) -> StatePlan:
         """Lay out the state; Unknown if it is another one."""
@@ -117,7 +122,7 @@ class _Known:
             self._layout = encode_layout(end, self._extents, self._tensors, rows, self._state.tree)
             self._blob_sizes = sizes
             _check_length(self._layout, name)
-        return StatePlan(self._layout, end, placed.followed_by(rows, blobs))
+        return StatePlan(self._layout, end, placed.followed_by(rows, blobs), kinds=self._kinds)
 
 
 class PlanMemory:
@@ -185,7 +190,15 @@ def _plan_of(walk: StateWalk, places: _Places, sources: list[TensorSource], name
     end = sum(rows[-1]) if rows else places.end
     layout = encode_layout(end, places.extents, places.tensors, rows, walk.tree)
     _check_length(layout, name)
-    return StatePlan(layout, end, placed.followed_by(rows, walk.blobs))
+    return StatePlan(layout, end, placed.followed_by(rows, walk.blobs), kinds=places.kinds)
+
+
+def _kind_of(group: Component, leaves: list[Leaf]) -> int:
+    """Return the kind of a source's numbers; 0 where tensors look at it as different ones, or none as a whole."""
+    kinds = {leaves[index].dtype if isinstance(leaves[index].dtype, str) else "" for index in group.leaves}
+    spans = (leaves[index].high - leaves[index].low for index in group.leaves)
+    is_one = len(group.leaves) == 1 or (len(kinds) == 1 and group.source.nbytes in spans)
+    return FLOAT_KINDS.get(kinds.pop(), 0) if is_one else 0
 
 
 def _blob_rows(begin: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
@@ -209,7 +222,9 @@ def cuda_device_of(plan: StatePlan) -> int | None:
     return next((owner.device.index for owner in owners if owner.is_cuda), None)
 
 
-def copy_into(plan: StatePlan, views: Sequence[memoryview], chunk_bytes: int) -> list[bytes] | None:
+def copy_into(
+    plan: StatePlan, views: Sequence[memoryview], chunk_bytes: int, *, look: Nonfinite | None = None
+) -> list[bytes] | None:
     """Copy the planned stream into slots; view i takes stream bytes [i * chunk_bytes, ...).
 
     Every byte of [0, plan.nbytes) is written, gaps as zeros; returns when device copies have arrived.
@@ -218,6 +233,7 @@ def copy_into(plan: StatePlan, views: Sequence[memoryview], chunk_bytes: int) ->
         plan: Of the state, whose memory is as it was planned.
         views: Of the slots.
         chunk_bytes: Their size.
+        look: Takes the tensors that have numbers which are not finite; None: they are not looked at (R39).
 
     Returns:
         The digest of every chunk, if all of it is host memory that the native helper copied: of the bytes as copied.
@@ -228,7 +244,12 @@ def copy_into(plan: StatePlan, views: Sequence[memoryview], chunk_bytes: int) ->
     stream = slot_stream(plan, views, chunk_bytes)
     table = plan.placed.host_table() if extension.is_there() else None
     if table is not None:
-        return stream.fill(table)
+        digests, bad = stream.fill(table, plan.kinds.ljust(len(table), b"\0") if look is not None else b"")
+        if look is not None:
+            look.found(bad)
+        return digests
+    if look is not None:
+        look.begin(plan.placed, plan.kinds)
     copy_all_but(plan, stream, ())
     return None
 

@@ -138,13 +138,14 @@ class PartsTier:
     def _has_equal_marker(self, job: str, marker: DurableMarker, path: str) -> bool:
         """Say whether this very marker is there.
 
-        One that is damaged, or names another key or other older slices, may be replaced; one of other bytes may not.
+        One that is damaged, names another key or other older slices, or is trusted otherwise may be replaced; one of
+        other bytes may not.
         """
         try:
             there = self._read_marker(job, marker.step)
         except IntegrityError:
             return False
-        if there is not None and replace(there.marker, key=marker.key, uses=marker.uses) != marker:
+        if there is not None and there.marker.specs != marker.specs:
             raise IntegrityError(f"{path} is marked complete with other parts: remove the step first")
         return there is not None and there.marker == marker
 

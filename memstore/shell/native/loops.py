@@ -97,33 +97,42 @@ def _short(moves: Sequence[Move]) -> Sequence[Move]:
 
 
 def put_chunks(
-    chunks: Sequence[Move], moves: npt.NDArray[np.int64], bounds: Sequence[int], *, is_large: bool
-) -> list[bytes]:
-    """Fill chunks, gaps with zeros, and return each one's digest, of the bytes as they were copied.
+    chunks: Sequence[Move],
+    moves: npt.NDArray[np.int64],
+    bounds: Sequence[int],
+    kinds: npt.NDArray[np.uint8] | None = None,
+    *,
+    is_large: bool,
+) -> tuple[list[bytes], list[int]]:
+    """Fill chunks, gaps with zeros; return each one's digest as copied, and the rows of moves that are not finite.
 
     Args:
         chunks: Number, address and nbytes of each; with consecutive numbers.
         moves: Target, source and nbytes of the moves of all chunks, one behind the other, by target: `[moves, 3]`.
         bounds: For each chunk's number the row of `moves` where its moves begin; one entry more for the end.
+        kinds: Of the numbers of each move, as in `core/format/dtypes.py`; None: they are not looked at (R39).
         is_large: Whether the whole copy is too large for the cache.
     """
     digests: list[bytes] = []
+    bad: list[int] = []
     for part in _puts.parts(chunks, is_large=is_large):
         heads = array("Q")
         for number, address, nbytes in part:
             heads.extend((address, nbytes, bounds[number + 1] - bounds[number]))
-        table = moves[bounds[part[0][0]] : bounds[part[-1][0] + 1]].tobytes()
+        first, end = bounds[part[0][0]], bounds[part[-1][0] + 1]
+        tables = heads.tobytes(), moves[first:end].tobytes(), b"" if kinds is None else kinds[first:end].tobytes()
         nbytes = sum(chunk[2] for chunk in part)
-        digests += split_digests(
-            _puts.call(extension.built.put, heads.tobytes(), table, nbytes=nbytes, is_large=is_large)
-        )
-    return digests
+        joined, looked = _puts.call(extension.built.put, *tables, nbytes=nbytes, is_large=is_large)
+        digests += split_digests(joined)
+        bad += [first + row for row, is_bad in enumerate(looked) if is_bad] if any(looked) else []
+    return digests, bad
 
 
 def get_chunk(address: int, nbytes: int, moves: Sequence[Move], *, is_large: bool) -> bytes:
     """Copy parts of a chunk out of its slot, and return the digest that the slot had after the copy."""
     head, table = array("Q", (address, nbytes, len(moves))), array("Q", chain.from_iterable(moves))
-    digest: bytes = _gets.call(extension.built.get, head.tobytes(), table.tobytes(), nbytes=nbytes, is_large=is_large)
+    tables = head.tobytes(), table.tobytes(), b""
+    digest: bytes = _gets.call(extension.built.get, *tables, nbytes=nbytes, is_large=is_large)[0]
     return digest
 
 

@@ -1,6 +1,7 @@
 /* Copies, transfers and sums in one call, without the interpreter's lock. If this is not built, Python does the same.
 
-   put             moves into whole chunks of slots, and each chunk's digest, of the bytes as they were copied (R14)
+   put             moves into whole chunks of slots, and each chunk's digest, of the bytes as they were copied (R14);
+                   also which moves have numbers that are not finite (R39)
    get             moves out of a chunk, and its digest, taken of the slot after the copy (R7, R26)
    move            moves alone
    receive_chunks  bytes of chunks from a socket, and each chunk's digest, taken as they come (R14, R26)
@@ -60,6 +61,7 @@ static int is_supported(void) { return 1; }
 #define WAIT_S_MAX 3600.0 /* of one poll(2), whose milliseconds are an int */
 #define DIGEST_BYTES 16u
 #define LINE_BYTES 64u
+#define VECTOR_BYTES 32u
 
 typedef struct {
     uint64_t address, nbytes, count;
@@ -76,6 +78,99 @@ typedef struct {
 static char *at(uint64_t address) { return (char *)(uintptr_t)address; }
 
 static size_t least(size_t one, size_t other) { return one < other ? one : other; }
+
+/* -- numbers that are not finite ---------------------------------------------------------------------------------- */
+
+/* Kinds of numbers, in the order of `core/format/dtypes.py`. Flipped and masked, the highest 16 bits of a number, or all 8,
+   are at least `limit` if it is infinity or a NaN: the exponent has all its bits. Float8_*fnuz have one NaN, minus zero.
+   Bits of a mask repeat every 8 bytes. */
+static const struct {
+    uint64_t mask;
+    unsigned char flip, limit_8;
+    int16_t limit_16; /* 0: numbers of 8 bits */
+} KINDS[] = {
+    {0, 0, 0, 0},
+    {0x7ff0000000000000u, 0, 0, 0x7ff0},    /* float64 */
+    {0x7f8000007f800000u, 0, 0, 0x7f80},    /* float32 */
+    {0x7c007c007c007c00u, 0, 0, 0x7c00},    /* float16 */
+    {0x7f807f807f807f80u, 0, 0, 0x7f80},    /* bfloat16 */
+    {0x7c7c7c7c7c7c7c7cu, 0, 0x7c, 0},      /* float8_e5m2 */
+    {0x7f7f7f7f7f7f7f7fu, 0, 0x7f, 0},      /* float8_e4m3fn */
+    {0xffffffffffffffffu, 0x7f, 0xff, 0},   /* float8_e4m3fnuz, float8_e5m2fnuz */
+};
+#define KINDS_COUNT (sizeof KINDS / sizeof *KINDS)
+
+/* The largest of each 16 bits, signed, or of each byte, of what was looked at, flipped and masked. */
+typedef struct {
+    unsigned char bytes[VECTOR_BYTES];
+} Largest;
+
+/* Look at vectors, two at once. */
+static void look_at(unsigned char kind, const char *bytes, size_t nbytes, Largest *largest)
+{
+    int is_wide = KINDS[kind].limit_16 != 0;
+    char flip = (char)KINDS[kind].flip;
+#if NEEDS_AVX2
+    __m256i mask = _mm256_set1_epi64x((long long)KINDS[kind].mask), flips = _mm256_set1_epi8(flip);
+    __m256i one = _mm256_loadu_si256((const __m256i *)largest->bytes), other = one;
+    const __m256i *at = (const __m256i *)bytes, *end = (const __m256i *)(bytes + nbytes);
+    if (is_wide) {
+        for (; at < end; at += 2) {
+            one = _mm256_max_epi16(one, _mm256_and_si256(_mm256_loadu_si256(at), mask));
+            other = _mm256_max_epi16(other, _mm256_and_si256(_mm256_loadu_si256(at + 1), mask));
+        }
+        one = _mm256_max_epi16(one, other);
+    } else {
+        for (; at < end; at += 2) {
+            one = _mm256_max_epu8(one, _mm256_and_si256(_mm256_xor_si256(_mm256_loadu_si256(at), flips), mask));
+            other = _mm256_max_epu8(other, _mm256_and_si256(_mm256_xor_si256(_mm256_loadu_si256(at + 1), flips), mask));
+        }
+        one = _mm256_max_epu8(one, other);
+    }
+    _mm256_storeu_si256((__m256i *)largest->bytes, one);
+#else
+    unsigned char mask[8];
+    memcpy(mask, &KINDS[kind].mask, sizeof mask);
+    for (size_t i = 0; i < nbytes; i += 2) {
+        unsigned char here[2] = {(unsigned char)((bytes[i] ^ flip) & mask[i % 8]),
+                                 (unsigned char)((bytes[i + 1] ^ flip) & mask[i % 8 + 1])};
+        unsigned char *known = largest->bytes + i % VECTOR_BYTES;
+        int16_t at, most;
+        memcpy(&at, here, sizeof at), memcpy(&most, known, sizeof most);
+        if (is_wide && at > most)
+            memcpy(known, here, sizeof here);
+        for (size_t k = 0; k < 2 && !is_wide; k++)
+            known[k] = here[k] > known[k] ? here[k] : known[k];
+    }
+#endif
+}
+
+/* Look at whole numbers that were just copied, and lie in the cache. */
+static void look(unsigned char kind, const char *bytes, size_t nbytes, Largest *largest)
+{
+    char rest[2 * VECTOR_BYTES] = {0};
+    size_t left = kind ? nbytes % sizeof rest : 0;
+    if (kind)
+        look_at(kind, bytes, nbytes - left, largest);
+    if (left) {
+        memcpy(rest, bytes + nbytes - left, left);
+        look_at(kind, rest, sizeof rest, largest);
+    }
+}
+
+/* Return whether some number that was looked at is not finite. */
+static unsigned char is_bad(unsigned char kind, const Largest *largest)
+{
+    unsigned char bad = 0;
+    for (size_t i = 0; kind && i < VECTOR_BYTES; i += 2) {
+        int16_t at;
+        memcpy(&at, largest->bytes + i, sizeof at);
+        bad |= KINDS[kind].limit_16 ? at >= KINDS[kind].limit_16
+                                    : largest->bytes[i] >= KINDS[kind].limit_8 ||
+                                          largest->bytes[i + 1] >= KINDS[kind].limit_8;
+    }
+    return bad;
+}
 
 /* -- copies ------------------------------------------------------------------------------------------------------- */
 
@@ -152,8 +247,9 @@ static void end_digest(const XXH3_state_t *state, unsigned char *digest)
 
 /* Fill a chunk by moves in the order of their targets; what none of them fills is zeroed and digested with the rest.
    Around the cache each piece is digested in a buffer and stored from there: if the source changes meanwhile, the digest
-   is still that of what was stored. Otherwise it is taken of the slot, right after the copy. */
-static void put_chunk(const Chunk *chunk, const Move *moves, int around, unsigned char *digest)
+   is still that of what was stored. Otherwise it is taken of the slot, right after the copy. Of every move the kind of
+   its numbers, if kinds are given, becomes whether one of them is not finite. */
+static void put_chunk(const Chunk *chunk, const Move *moves, int around, unsigned char *digest, unsigned char *kinds)
 {
     char buffer[BUFFER_BYTES];
     char *filled = at(chunk->address), *digested = filled, *end = filled + chunk->nbytes;
@@ -162,6 +258,8 @@ static void put_chunk(const Chunk *chunk, const Move *moves, int around, unsigne
     for (size_t i = 0; i < chunk->count; i++) {
         char *target = at(moves[i].target), *source = at(moves[i].source);
         size_t left = moves[i].nbytes;
+        unsigned char kind = kinds ? kinds[i] : 0;
+        Largest largest = {{0}};
         memset(filled, 0, (size_t)(target - filled));
         if (goes_around(left, around)) {
             XXH3_128bits_update(&state, digested, (size_t)(target - digested));
@@ -169,6 +267,7 @@ static void put_chunk(const Chunk *chunk, const Move *moves, int around, unsigne
                 size_t size = least(left, BUFFER_BYTES);
                 memcpy(buffer, source, size);
                 XXH3_128bits_update(&state, buffer, size);
+                look(kind, buffer, size, &largest);
                 copy_around(target, buffer, size, source + AHEAD_BYTES);
                 target += size, source += size, left -= size;
             }
@@ -177,12 +276,15 @@ static void put_chunk(const Chunk *chunk, const Move *moves, int around, unsigne
         while (left) {
             size_t size = least(left, PIECE_BYTES);
             memcpy(target, source, size);
+            look(kind, target, size, &largest);
             target += size, source += size, left -= size;
             if ((size_t)(target - digested) < PIECE_BYTES)
                 continue;
             digest_and_prefetch(&state, digested, (size_t)(target - digested), source, target, left);
             digested = target;
         }
+        if (kinds)
+            kinds[i] = is_bad(kind, &largest);
         filled = target;
     }
     memset(filled, 0, (size_t)(end - filled));
@@ -192,8 +294,9 @@ static void put_chunk(const Chunk *chunk, const Move *moves, int around, unsigne
 
 /* Copy parts of a chunk and digest it behind the copy: if its slot is lost meanwhile, the digest is another one. A move
    from in front of what is digested already is not proved by that: then the whole chunk is digested after all moves. */
-static void get_chunk(const Chunk *chunk, const Move *moves, int around, unsigned char *digest)
+static void get_chunk(const Chunk *chunk, const Move *moves, int around, unsigned char *digest, unsigned char *kinds)
 {
+    (void)kinds; /* what is copied out was looked at when it was put */
     const char *start = at(chunk->address), *digested = start, *end = start + chunk->nbytes;
     int is_proved = 1;
     XXH3_state_t state;
@@ -335,13 +438,16 @@ static int send_all(int fd, struct iovec *views, size_t count, double until_s, s
     return DONE;
 }
 
-typedef void (*Work)(const Chunk *, const Move *, int, unsigned char *);
+typedef void (*Work)(const Chunk *, const Move *, int, unsigned char *, unsigned char *);
 
-static void each_chunk(Work work, const Chunk *chunks, size_t count, const Move *moves, int around, char *digests)
+static void each_chunk(
+    Work work, const Chunk *chunks, size_t count, const Move *moves, int around, unsigned char *digests,
+    unsigned char *kinds)
 {
     for (size_t i = 0; i < count; i++) {
-        work(&chunks[i], moves, around, (unsigned char *)digests + i * DIGEST_BYTES);
+        work(&chunks[i], moves, around, digests + i * DIGEST_BYTES, kinds);
         moves += chunks[i].count;
+        kinds = kinds ? kinds + chunks[i].count : NULL;
     }
     end_around();
 }
@@ -408,24 +514,36 @@ static int is_sound(const Chunk *chunks, size_t count, const Move *moves, size_t
 
 static PyObject *run(PyObject *args, Work work)
 {
-    const char *chunks_table, *moves_table;
-    Py_ssize_t chunks_nbytes, moves_nbytes;
+    const char *chunks_table, *moves_table, *kinds;
+    Py_ssize_t chunks_nbytes, moves_nbytes, kinds_count;
     size_t count, moves_count;
     int around;
-    if (!PyArg_ParseTuple(args, "y#y#p", &chunks_table, &chunks_nbytes, &moves_table, &moves_nbytes, &around))
+    if (!PyArg_ParseTuple(
+            args, "y#y#y#p", &chunks_table, &chunks_nbytes, &moves_table, &moves_nbytes, &kinds, &kinds_count, &around))
         return NULL;
     const Chunk *chunks = rows_of(chunks_table, chunks_nbytes, &count);
     const Move *moves = chunks ? rows_of(moves_table, moves_nbytes, &moves_count) : NULL;
     if (!moves || !is_sound(chunks, count, moves, moves_count, work == put_chunk))
         return NULL;
-    PyObject *digests = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(count * DIGEST_BYTES));
-    if (!digests)
+    size_t known = 0;
+    while (known < (size_t)kinds_count && (unsigned char)kinds[known] < KINDS_COUNT)
+        known++;
+    if (known < (size_t)kinds_count || (known && known != moves_count)) {
+        PyErr_SetString(PyExc_ValueError, "there must be no kinds, or a known one for each move");
         return NULL;
-    char *into = PyBytes_AsString(digests);
+    }
+    PyObject *digests = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(count * DIGEST_BYTES));
+    PyObject *bad = digests ? PyBytes_FromStringAndSize(NULL, kinds_count) : NULL; /* a new one, to be written */
+    if (!bad) {
+        Py_XDECREF(digests);
+        return NULL;
+    }
+    unsigned char *into = (unsigned char *)PyBytes_AsString(digests);
+    unsigned char *looked = kinds_count ? memcpy(PyBytes_AsString(bad), kinds, (size_t)kinds_count) : NULL;
     Py_BEGIN_ALLOW_THREADS
-    each_chunk(work, chunks, count, moves, around, into);
+    each_chunk(work, chunks, count, moves, around, into, looked);
     Py_END_ALLOW_THREADS
-    return digests;
+    return Py_BuildValue("NN", digests, bad);
 }
 
 static PyObject *add(PyObject *self, PyObject *args)
@@ -512,8 +630,9 @@ static PyMethodDef methods[] = {
     {"receive_chunks", receive, METH_VARARGS,
      "receive_chunks(fd, places, timeout_s, wake): return how it ended, how many chunks came, and the digest of each."},
     {"send", send_views, METH_VARARGS, "send(fd, views, timeout_s): return how it ended, and the bytes sent."},
-    {"put", put, METH_VARARGS, "put(chunks, moves, around): make the moves and return the digests of the chunks."},
-    {"get", get, METH_VARARGS, "get(chunks, moves, around): make the moves and return the digests of the chunks."},
+    {"put", put, METH_VARARGS,
+     "put(chunks, moves, kinds, around): make the moves; return the chunks' digests, and which moves are not finite."},
+    {"get", get, METH_VARARGS, "get(chunks, moves, b'', around): make the moves; return the chunks' digests, and b''."},
     {"move", move, METH_VARARGS, "move(moves, around): make the moves."},
     {"add", add, METH_VARARGS, "add(target, source, nbytes, products): add the source to the target, times a factor."},
     {NULL, NULL, 0, NULL},

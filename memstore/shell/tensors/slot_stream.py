@@ -58,31 +58,40 @@ class SlotStream:
         self._addresses = [address_of(array) for array in arrays]
         self._chunk_bytes, self._nbytes = chunk_bytes, nbytes
 
-    def fill(self, extents: npt.NDArray[np.int64]) -> list[bytes]:
-        """Copy host memory over the whole stream, gaps as zeros; return the digest of every chunk as it was copied.
+    def fill(self, extents: npt.NDArray[np.int64], kinds: bytes = b"") -> tuple[list[bytes], list[int]]:
+        """Copy host memory over the whole stream, gaps as zeros; return every chunk's digest as it was copied.
 
-        Needs the native helper.
+        With kinds also the offsets of extents that have numbers which are not finite. Needs the native helper.
 
         Args:
             extents: Stream offset, address and nbytes of each, in stream order: `[extents, 3]`.
+            kinds: Of the numbers of each, as in `core/format/dtypes.py`; empty: they are not looked at.
         """
-        moves, bounds = self._moves(extents)
+        moves, bounds, extent = self._moves(extents)
+        looked = np.frombuffer(kinds, np.uint8)[extent] if kinds else None
         sizes = chunk_sizes(self._nbytes, self._chunk_bytes)
         chunks = [(number, *chunk) for number, chunk in enumerate(zip(self._addresses, sizes, strict=True))]
         digests: dict[int, bytes] = {}
+        bad: list[int] = []
         is_large = self._nbytes >= loops.LARGE_BYTES
 
         def work(block: Sequence[Move]) -> None:
-            found = loops.put_chunks(block, moves, bounds, is_large=is_large)
+            found, rows = loops.put_chunks(block, moves, bounds, looked, is_large=is_large)
             digests.update(zip((number for number, _, _ in block), found, strict=True))
+            bad.extend(rows)
 
         if chunks:
             in_threads(chunks, work)
-        return [digests[number] for number in range(len(chunks))]
+        return [digests[number] for number in range(len(chunks))], extents[np.unique(extent[bad]), 0].tolist()
 
-    def _moves(self, extents: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], list[int]]:
-        """Cut extents at slot borders: target, source and nbytes of each move, and where each slot's moves begin."""
-        offsets, addresses, nbytes = extents[extents[:, 2] > 0].T
+    def _moves(self, extents: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], list[int], npt.NDArray[np.int64]]:
+        """Cut extents at slot borders.
+
+        Returns:
+            Target, source and nbytes of each move, where each slot's moves begin, and the extent of each move.
+        """
+        full = np.flatnonzero(extents[:, 2] > 0)
+        offsets, addresses, nbytes = extents[full].T
         first = offsets // self._chunk_bytes
         counts = (offsets + nbytes - 1) // self._chunk_bytes - first + 1  # of the slots that each lies in
         extent = np.repeat(np.arange(len(counts)), counts)
@@ -91,7 +100,7 @@ class SlotStream:
         end = np.minimum((offsets + nbytes)[extent], (slots + 1) * self._chunk_bytes)
         targets = np.array(self._addresses, np.int64)[slots] + begin % self._chunk_bytes
         moves = np.stack((targets, addresses[extent] + begin - offsets[extent], end - begin), axis=1)
-        return moves, np.searchsorted(slots, np.arange(len(self._addresses) + 1)).tolist()
+        return moves, np.searchsorted(slots, np.arange(len(self._addresses) + 1)).tolist(), full[extent]
 
     def write(self, offset: int, address: int, nbytes: int) -> None:
         """Copy `nbytes` host bytes at `address` into the stream at `offset`."""

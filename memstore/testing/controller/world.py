@@ -404,11 +404,13 @@ class ControllerWorld(VirtualTime):
         limit_s: float = 60.0,
         is_agreement: bool = False,
         from_job: str | None = None,
+        is_trusted: bool = False,
     ) -> list[Body]:
         """Call get() or agree_on_step() on all ranks; return their answers, or the errors as {"error": text}."""
         before = [len(r.answers.get("get", ())) + len(r.errors.get("get", ())) for r in ranks]
         for rank in ranks:
-            self.call(rank, "get", step=step, from_job=from_job, timeout_s=limit_s, is_agreement=is_agreement)
+            asked = {"from_job": from_job, "is_agreement": is_agreement, "is_trusted": is_trusted}
+            self.call(rank, "get", step=step, timeout_s=limit_s, **asked)
         self.run_until(
             lambda: all(
                 len(r.answers.get("get", ())) + len(r.errors.get("get", ())) > n and not (r.is_loading and r.loads)

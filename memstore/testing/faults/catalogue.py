@@ -137,6 +137,7 @@ KINDS = {
     # People: no faults, but what they ask for meanwhile.
     "pin-step": FaultKind("a person pins a step", 0),
     "unpin-step": FaultKind("a person unpins a step", 0),
+    "trust-step": FaultKind("a person trusts a step", 0),
     "lease-step": FaultKind("a reader leases the newest step for a while", 0),
     "read": FaultKind("a reader reads shards", None, 4, 3),
     "ask-cli": FaultKind("a person asks a verb of the command line", None, 1, 1),

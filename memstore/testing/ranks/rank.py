@@ -199,12 +199,16 @@ class RankProgram:
             self.tickets.pop(min(self.tickets))
         return self.do_ticket(step)
 
-    def _held_copy(self, plan: Any, views: Any, *rest: Any) -> list[bytes] | None:
+    def _held_copy(self, plan: Any, views: Any, *rest: Any, **named: Any) -> list[bytes] | None:
         """Fill half of the slots as a torn copy does, wait for the other end, then copy in full."""
         for view in views[: len(views) // 2]:
             view[:] = b"\xee" * len(view)
         self.stop({"at": "mid-copy", "slots": len(views)})
-        return copy_into(plan, views, *rest)
+        return copy_into(plan, views, *rest, **named)
+
+    def do_put_number(self, step: int, number: float) -> dict[str, Any]:
+        """Put a state of this number alone."""
+        return self._put(step, {"model": {"weights": torch.full((70_000,), number)}})
 
     def do_puts(self, first: int, last: int, pause_s: float = 0.0, mark: str = "") -> dict[str, Any]:
         """Put the steps `first` to `last`, and wait `pause_s` after each; an exception of put is part of its row.
@@ -358,6 +362,10 @@ class RankProgram:
         """Pin a step."""
         self.store.pin(step, name)
         return {}
+
+    def do_trust(self, step: int) -> dict[str, Any]:
+        """Trust a step."""
+        return {"step": self.store.trust(step)}
 
     def do_unpin(self, name: str) -> dict[str, Any]:
         """Take a pin back."""

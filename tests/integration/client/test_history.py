@@ -116,6 +116,55 @@ def test_a_pinned_step_outlives_fresh_starts_and_kills(tmp_path: Path, nursery: 
         wait_for(lambda: lineage(cluster) == [(3, 4)], "what nothing keeps is dropped")
 
 
+def test_ranks_go_back_to_the_trusted_step_and_to_the_next_one(tmp_path: Path, nursery: RankNursery) -> None:
+    """Hosts are killed with their memory or without; the bytes of the last good step come back, each time (R38)."""
+    with ProcessCluster(tmp_path, HOSTS) as cluster:
+        fleet = Fleet(cluster, nursery, kib=64)
+        ranks = fleet.begin(TWO, last_step=2)
+        assert ranks[1].call("trust", step=2)["step"] == 2
+        together(ranks, "train", first=3, last=6)
+        fleet.kill(ranks)
+        restart_everything(cluster)
+        ranks = fleet.launch(TWO)
+        got = together(ranks, "get", trusted=True)
+        fleet.check(got)
+        assert [reply["step"] for reply in got] == [2, 2]
+        together(ranks, "train", first=3, last=4)
+        assert lineage(cluster) == [(2, 4), (1, 2)]
+        said = CliRunner().invoke(main, ["trust", "train", "latest", "--store", cluster.config.store]).output
+        assert said == "step 4 of train (attempt 2) is trusted\n"
+        together(ranks, "train", first=5, last=6)
+        fleet.kill(ranks)
+        cluster.lose_host("h1")
+        cluster.start_holder("h1")
+        cluster.wait_live(*HOSTS)
+        ranks = fleet.launch(TWO)
+        got = together(ranks, "get", trusted=True)
+        fleet.check(got)
+        assert [(reply["attempt"], reply["step"]) for reply in got] == [(2, 4), (2, 4)]
+
+
+def test_a_rank_whose_numbers_are_not_finite_keeps_the_good_step_for_all(tmp_path: Path, nursery: RankNursery) -> None:
+    """One rank's NaN gives the step up on both, by its tensor's name; the next good one is committed again (R39)."""
+    with ProcessCluster(tmp_path, HOSTS) as cluster:
+        fleet = Fleet(cluster, nursery, on_nonfinite="skip")
+        ranks = fleet.launch(TWO)
+        together(ranks, "get")
+        together(ranks, "put_number", step=1, number=0.5)
+        together(ranks, "wait", step=1)
+        ranks[0].call("put_number", step=2, number=0.25)
+        put = ranks[1].call("put_number", step=2, number=float("nan"))
+        assert (put["level"], "state['model']['weights']" in put["reason"]) == ("failed", True)
+        wait_for(lambda: ranks[0].call("ticket", step=2)["level"] == "skipped", "the other rank's step is given up")
+        assert lineage(cluster) == [(1, 1)]
+        status = CliRunner().invoke(main, ["status", "--store", cluster.config.store]).output
+        assert "rank 1 puts NaN or infinity since step 2, in state['model']['weights']" in " ".join(status.split())
+        together(ranks, "put_number", step=3, number=0.125)
+        together(ranks, "wait", step=3)
+        assert lineage(cluster) == [(1, 3)]
+        wait_for(lambda: not (cluster.job("train") or {})["newest"]["nonfinite"], "all numbers are finite again")
+
+
 def test_a_pin_that_does_not_fit_is_refused_with_numbers(tmp_path: Path, nursery: RankNursery) -> None:
     """An arena with room for the job and not for a pin: CapacityError, and commits go on as before (R10)."""
     with ProcessCluster(tmp_path, HOSTS, arena_bytes=1 << 20) as cluster:

@@ -74,7 +74,7 @@ def test_a_filled_stream_is_the_sources_and_zeros_and_has_its_digests(
         patch.setattr(loops, "LARGE_BYTES", 0)
         patch.setattr(loops, "_puts", decided(around))
         rows = [(offset, address_of(source) + place, size) for offset, place, size in extents if size]
-        digests = SlotStream(slots, chunk_bytes, nbytes).fill(np.array(rows, np.int64).reshape(-1, 3))
+        digests, _ = SlotStream(slots, chunk_bytes, nbytes).fill(np.array(rows, np.int64).reshape(-1, 3))
     chunks = [wanted[at : at + chunk_bytes] for at in range(0, nbytes, chunk_bytes)]
     assert [bytes(slot[: len(chunk)]) for slot, chunk in zip(slots, chunks, strict=True)] == [*map(bytes, chunks)]
     assert digests == [xxhash.xxh3_128_digest(chunk) for chunk in chunks]
@@ -157,7 +157,17 @@ def test_a_table_that_makes_no_sense_is_refused_before_a_byte_is_copied(
 ) -> None:
     """Its addresses would be memory of another object."""
     with pytest.raises(ValueError, match=why):
-        extension.built.put(table(*chunks), table(*moves), False)
+        extension.built.put(table(*chunks), table(*moves), b"", False)
+
+
+@pytest.mark.parametrize("kinds", [b"\2\2", b"\x08", b"\xff"])
+def test_kinds_of_numbers_that_make_no_sense_are_refused(kinds: bytes) -> None:
+    """There must be one that is known for each move, or none: what is looked at is what a move has copied."""
+    source, slot = noise(64), np.zeros(64, np.uint8)
+    head, move = (address_of(slot), 64, 1), (address_of(slot), address_of(source), 64)
+    with pytest.raises(ValueError, match="a known one for each move"):
+        extension.built.put(table(*head), table(*move), kinds, False)
+    assert not slot.any()
 
 
 def state() -> dict[str, object]:

@@ -41,7 +41,7 @@ class Checker:
     def after_event(self) -> None:
         """Look at every memory that the event has changed."""
         self.stored_bytes.look()
-        self.losses.look(self.promises.pins.values())
+        self.losses.look(self.promises.steps())
 
     @contextmanager
     def blaming(self, kind: str) -> Iterator[None]:

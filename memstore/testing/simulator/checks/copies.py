@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from memstore.core.cluster.job import TRUSTED, Job
 from memstore.core.cluster.step_lookup import kept_steps
 from memstore.core.wire.orders import DropJob, FreeCopies
 from memstore.testing.simulator.checks.observed import Observed, are_well, racks_of, trusted_hosts
 from memstore.testing.simulator.checks.parity import LossCheck, claimed, short_of
 from memstore.testing.simulator.world.world import AnyController, Violation, World
 from recovery.inventory import ShardId, StepId
+from recovery.lineage import in_lineage
 
 # -- promises -----------------------------------------------------------------------------------------
-# R19 for pins: a pinned step stays restorable.
+# R19 for pins: a pinned step stays restorable. R38 for trust: so does the newest trusted step, until a newer one is.
 #
 # Only what was acknowledged is demanded. A question whose rank died before the answer promises nothing.
 
@@ -25,8 +27,35 @@ class Promises:
         self.world, self.observed, self.losses = world, observed, losses
         self.pins: dict[str, StepId] = {}  # acknowledged pins, until a command takes them back
 
+    def pinned(self, name: str, step: StepId) -> None:
+        """Take an answer. That of an older trust may come last: it promises nothing any more."""
+        if name not in self.pins or self._has_moved(step):
+            self.pins[name] = step
+
+    def _job(self) -> Job | None:
+        controller = self.world.served()
+        return controller.machine.jobs.get(self.world.scenario.job) if controller is not None else None
+
+    def _has_moved(self, step: StepId) -> bool:
+        """Say whether trust may have moved on to a step: it is newer, or nothing goes on from the one before."""
+        job, before = self._job(), self.pins[TRUSTED]
+        return step > before or (job is not None and not in_lineage(job.spans(job.present_number), before))
+
+    def _follow_trust(self) -> None:
+        """Demand the step to which trust has moved on, from its fact on: what was before it is let go of then."""
+        job = self._job()
+        pin = job.pins.get(TRUSTED) if job is not None else None
+        if pin is not None and TRUSTED in self.pins:
+            self.pinned(TRUSTED, StepId(pin.attempt, pin.step))
+
+    def steps(self) -> set[StepId]:
+        """Return the steps that are promised now."""
+        self._follow_trust()
+        return set(self.pins.values())
+
     def promised(self) -> Iterator[tuple[str, ShardId]]:
         """Yield every shard that a pin promises, with the name of that."""
+        self._follow_trust()
         facts = self.observed.facts
         for name, step in sorted(self.pins.items()):
             yield from ((f"pin {name}", self._shard(step, rank)) for rank in range(len(facts[step].digests)))

@@ -15,7 +15,7 @@ from msgspec import structs
 from memstore.core import repair
 from memstore.core.attempts.join import Attempts
 from memstore.core.capacity import Retention
-from memstore.core.cluster.job import Call, Job, LeaseRoom
+from memstore.core.cluster.job import TRUSTED, Call, Job, LeaseRoom
 from memstore.core.cluster.reading import Round
 from memstore.core.cluster.state import Holds
 from memstore.core.cluster.step_lookup import kept_steps
@@ -306,7 +306,7 @@ def marker_before_parts(
     """The durable marker is ordered together with the slices."""
     real(self, now, job, attempt, state, step)
     state.active.phase = "marking"
-    self._order_marker(job, attempt, sorted(state.active.waits.values())[0], state.active)
+    self._order_marker(job, sorted(state.active.waits.values())[0], state.active)
 
 
 @planted("keys-not-compared", "R31", "R31", Fault(4.0, "rotate-key", for_s=20.0), has_durable=True)
@@ -437,6 +437,17 @@ def retention_ignores_pins() -> Iterator[None]:
 
     with patch.object(Pins, "_held", nothing), patch.object(Job, "pinned_steps", nothing):
         yield
+
+
+TRUSTED_TWICE = (Fault(4.0, "trust-step"), Fault(7.0, "trust-step"))
+
+
+@planted("trust-lets-go-first", "R38", "R19", *TRUSTED_TWICE, step_s=0.2, at=(Pins, "pin"))
+def trust_lets_go_first(real: Any, self: Pins, job: Job, call: Any) -> None:
+    """The step that was trusted is let go of when a newer one is to be trusted, before that one is kept."""
+    if job.pins.pop(TRUSTED, None) is not None:
+        self.retention.retain(job)
+    real(self, job, call)
 
 
 LEASED = Fault(4.0, "lease-step", for_s=6.0)

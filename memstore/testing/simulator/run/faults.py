@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from memstore.core.cluster.job import TRUSTED
 from memstore.core.holder import lost_files
 from memstore.core.holder.lost_files import FileLoss
 from memstore.errors import CapacityError
@@ -90,7 +91,7 @@ class SimFiles:
 # What people and readers ask for in the middle of a run: pins and leases, and their end.
 
 
-ASKED = ("pin-step", "unpin-step", "lease-step")
+ASKED = ("pin-step", "trust-step", "unpin-step", "lease-step")
 STEPS_MAX = 4  # one of so many newest steps is pinned
 
 
@@ -112,18 +113,20 @@ class People:
         self.count += 1
         if fault.kind == "pin-step" and committed:
             self._pin(rank, committed[number % min(STEPS_MAX, len(committed))], f"p{self.count}")
+        elif fault.kind == "trust-step" and committed:
+            self._pin(rank, committed[number % min(STEPS_MAX, len(committed))], TRUSTED)
         elif fault.kind == "lease-step" and committed:
             self._lease(rank, f"l{self.count}", fault.for_s)
-        elif fault.kind == "unpin-step" and pins:
-            name = sorted(pins)[number % len(pins)]
+        elif fault.kind == "unpin-step" and (names := sorted(pins.keys() - {TRUSTED})):
+            name = names[number % len(names)]
             del pins[name]
-            self._ask(rank, "unpin", lambda: None, name=name)
+            self._ask(rank, "unpin", lambda _: None, name=name)
 
     def _pin(self, rank: SimRank, step: StepId, name: str) -> None:
         self._ask(
             rank,
             "pin",
-            lambda: self.promises.pins.update({name: step}),
+            lambda answer: self.promises.pinned(name, StepId(answer.attempt, answer.step)),
             step=step.step,
             of_attempt=step.attempt,
             name=name,
@@ -131,11 +134,11 @@ class People:
 
     def _lease(self, rank: SimRank, name: str, for_s: float) -> None:
         """Lease the newest step, and end that, unless the rank's process or link does it first."""
-        self._ask(rank, "lease_step", lambda: None, step=None, lease=name, limit_s=600.0)
+        self._ask(rank, "lease_step", lambda _: None, step=None, lease=name, limit_s=600.0)
         if for_s:
-            self.cluster.at(for_s, lambda: self._ask(rank, "end_lease", lambda: None, lease=name))
+            self.cluster.at(for_s, lambda: self._ask(rank, "end_lease", lambda _: None, lease=name))
 
-    def _ask(self, rank: SimRank, verb: str, done: Callable[[], object], **body: Any) -> None:
+    def _ask(self, rank: SimRank, verb: str, done: Callable[[Any], object], **body: Any) -> None:
         call_id = rank.ask(verb, **body)
 
         def wait() -> Thread:
@@ -144,7 +147,7 @@ class People:
             what = "no answer" if answer is None else answer.error if isinstance(answer, CallFailed) else "done"
             self.cluster.note(f"rank {rank.rank}: {verb} {body.get('name') or body}: {what}")
             if what == "done":
-                done()
+                done(answer)
 
         self.cluster.spawn(wait(), Endless())
 

@@ -145,6 +145,7 @@ THEMES = (
 ENDING_SHARE, SHARED_SHARDS_SHARE = 0.1, 0.15
 TWO_LOSSES_SHARE = 0.5  # of those with parity on four hosts or more
 PARITY_SHARE = 0.25  # of the seeds whose ranks name no shards
+TRUST_SHARE = 0.15
 IN_FLIGHT = (1, 1, 1, 2, 3)
 
 
@@ -179,10 +180,14 @@ def draw(seed: int) -> Scenario:
     if rng.random() < SHARED_SHARDS_SHARE and not drawn.is_in_place:
         drawn, more = _with_shared_shards(rng, drawn)
         faults += more
-    in_flight = random.Random(f"in flight {seed}").choice(IN_FLIGHT)  # apart, so that the other seeds stay as they were
+    # What follows is drawn apart, so that the other seeds stay as they were.
+    has_parity = random.Random(f"has parity {seed}").random() < PARITY_SHARE and not drawn.shards
+    trust = random.Random(f"trust {seed}")
+    if trust.random() < TRUST_SHARE and not has_parity:
+        faults += [replace(_fault(trust, {"trust-step": 1}), for_s=0.0) for _ in range(trust.randint(2, 6))]
+    in_flight = random.Random(f"in flight {seed}").choice(IN_FLIGHT)
     drawn = replace(drawn, in_flight=in_flight, faults=tuple(sorted(faults)))
     drawn = with_overlap(drawn) if drawn.has_durable else drawn
-    has_parity = random.Random(f"has parity {seed}").random() < PARITY_SHARE and not drawn.shards
     return with_parity(drawn) if has_parity else drawn
 
 
