@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from memstore import errors as errors
 from memstore.config import Config as Config
+from memstore.distribution import VERSION as __version__
 
 if TYPE_CHECKING:
     from memstore.admin.cluster import ClusterStatus as ClusterStatus
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from memstore.client.store import Store as Store
     from memstore.client.ticket import Ticket as Ticket
     from memstore.shell.tensors.subclasses import register as register
-
-__version__ = "0.1.0"
 
 _MODULES = {
     "Checkpoint": "memstore.client.checkpoint",

@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from memstore.distribution import installed_version
+from memstore.distribution import VERSION
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -219,7 +219,7 @@ def machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "versions": {
-            "memstore": installed_version(),
+            "memstore": VERSION,
             **{name: _version(name) for name in ("torch", "ray", "numpy", "xxhash")},
         },
         "commit": _commit(),

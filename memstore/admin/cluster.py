@@ -22,7 +22,7 @@ from memstore.core.report.problems import with_commands
 from memstore.core.wire.calls import AskLastCopies, AskStatus
 from memstore.core.wire.codec import Request
 from memstore.core.wire.replies import status_fields
-from memstore.distribution import installed_version
+from memstore.distribution import VERSION
 from memstore.errors import CapacityError, ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
 from memstore.shell.arena.arena import Arena
 from memstore.shell.arena.folder import held_bytes, read_secret
@@ -383,7 +383,7 @@ def status(*, address: str | None = None, config: Config | None = None) -> Clust
     fields = status_fields(with_commands(ask(AskStatus(), config=config), config))
     ray_address = joined_address() if ray.is_initialized() else ""
     del fields["serving_s"]
-    return ClusterStatus(store=config.store, ray=ray_address, version=installed_version(), **fields)
+    return ClusterStatus(store=config.store, ray=ray_address, version=VERSION, **fields)
 
 
 def stop(

@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from memstore.config import MIB, Config
 from memstore.core.report.findings import ClusterFacts, HostFacts, MeasuredLink, cleaning_line, rounds_of_links
-from memstore.distribution import installed_version
+from memstore.distribution import VERSION
 from memstore.errors import MemstoreError
 from memstore.shell.arena.folder import arena_folder, check_folder, check_root
 from memstore.shell.arena.lock import is_held, owner
@@ -348,7 +348,7 @@ def _read(connection: socket.socket, nbytes: int) -> bytes:
 def versions() -> dict[str, str | None]:
     """Return the versions that hosts must share, of packages that are installed here."""
     found: dict[str, str | None] = {
-        "memstore": installed_version(),
+        "memstore": VERSION,
         "python": ".".join(platform.python_version_tuple()[:2]),
     }
     for package in ("ray", "torch"):
