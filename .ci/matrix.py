@@ -65,7 +65,7 @@ def play(wheel: Path, row: str) -> tuple[str, str]:
     with tempfile.TemporaryDirectory(prefix="memstore-matrix-") as scratch:
         folder = Path(scratch)
         shutil.copy(ROOT / ".ci" / "smoke.py", folder)
-        pip = [str(folder / "venv/bin/python"), "-m", "pip", "install", "-q", "--no-cache-dir"]
+        pip = [str(folder / "venv/bin/python"), "-m", "pip", "install", "-q", "--no-cache-dir", "--no-compile"]
         for what, command, limit_s in (
             ("venv", [found, "-m", "venv", "venv"], INSTALL_S),
             ("install", [*pip, f"torch=={torch}", f"ray[default]=={ray}", str(wheel)], INSTALL_S),

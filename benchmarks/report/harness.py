@@ -218,10 +218,7 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(memory_bytes / GIB, 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "versions": {
-            "memstore": VERSION,
-            **{name: _version(name) for name in ("torch", "ray", "numpy", "xxhash")},
-        },
+        "versions": {"memstore": VERSION, **{name: _version(name) for name in ("torch", "ray", "numpy", "xxhash")}},
         "commit": _commit(),
         "load_before": round(os.getloadavg()[0], 2),
     }

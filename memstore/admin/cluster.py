@@ -194,6 +194,19 @@ def create_local_ray() -> None:
         random.setstate(drawn)
 
 
+def running_controller(config: Config) -> Any:
+    """Return the actor of the store's controller; ConfigError if the store does not run on the joined cluster."""
+    actor = _controller(config)
+    if actor is None:
+        there = ", ".join(stores_on_ray()) or "none"
+        raise ConfigError(
+            f"store {config.store!r} does not run on the Ray cluster at {joined_address()}, which runs {there}: name "
+            f"its cluster with --address, or start it with {config.commands('`memstore up`')}",
+            field="store",
+        )
+    return actor
+
+
 def _controller(config: Config) -> Any:
     try:
         return ray.get_actor(controller_name(config.store), namespace=NAMESPACE)

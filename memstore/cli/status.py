@@ -62,12 +62,7 @@ def json_of(status: Status, where: Where) -> dict[str, Any]:
     """Return what --json prints: the controller's answer, with the version and the Ray cluster it runs on."""
     from memstore.distribution import VERSION
 
-    return {
-        "version": VERSION,
-        "store": where.config.store,
-        "ray": ray_address(where.config),
-        **status_fields(status),
-    }
+    return {"version": VERSION, "store": where.config.store, "ray": ray_address(where.config), **status_fields(status)}
 
 
 def ray_address(config: Config) -> str:

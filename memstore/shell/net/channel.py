@@ -268,7 +268,7 @@ class Channel:
             except errors.ProtocolError as error:
                 if bytes(self._header).startswith(wire.MAGIC):  # of another release: it learns our version (R38)
                     with contextlib.suppress(OSError):
-                        self._sock.send(wire.pack_header(wire.Kind.BYE))
+                        self._sock.sendmsg([memoryview(wire.pack_header(wire.Kind.BYE))])
                 self._end()
                 raise errors.ProtocolError(f"{self.peer}: {error}", peer=self.peer) from error
             self._bulk_left = header.bulk_bytes

@@ -1,4 +1,4 @@
-"""What releases wrote stays readable, byte for byte, or is refused by its number; who may be upgraded in place (R38)."""
+"""What releases wrote is read byte for byte, or refused by its number; who may be upgraded in place (R38)."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_other_numbers_are_refused_by_name() -> None:
         entry_from_record(bytes(record))
     data = bytearray(next(data for name, data in files.items() if name.startswith("h0/manifests/")))
     data[1] = 9
-    with pytest.raises(ManifestMismatch, match="has format 9; .* a release after"):
+    with pytest.raises(ManifestMismatch, match=r"has format 9; .* a release after"):
         decode_manifest(bytes(data))
     text = files["durable/copies/1/1/marker"].replace(b"memstore-marker 4", b"memstore-marker 3")[:-33]
     with pytest.raises(IntegrityError, match="format 3, this memstore reads 4: a build before"):
