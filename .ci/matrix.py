@@ -53,7 +53,8 @@ def run(command: list[str], folder: Path, limit_s: float) -> tuple[bool, str]:
         )
     except subprocess.TimeoutExpired:
         return False, f"did not end within {limit_s:g} s"
-    return done.returncode == 0, last_line(done.stdout + done.stderr)
+    is_well = done.returncode == 0
+    return is_well, last_line(done.stdout if is_well else done.stdout + done.stderr)
 
 
 def play(wheel: Path, row: str) -> tuple[str, str]:

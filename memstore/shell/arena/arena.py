@@ -318,10 +318,13 @@ def _punch_hole(fd: int, at: int, nbytes: int) -> None:
 HostStore = ReplicaStore[Arena, ManifestFolder]
 
 
-def refuse_other_formats(folder: Path) -> None:
-    """Raise ConfigError, and name who reads it, if another release left what is in a host's folder; reads only (R38).
+def of_this_release(folder: Path) -> Path:
+    """Return a host's folder, unless another release left what is in it; reads only (R38).
 
     What is damaged is no other format: adoption sees to it.
+
+    Raises:
+        ConfigError: Names who reads it.
     """
     with contextlib.suppress(FileNotFoundError, IntegrityError):
         fd = open_file(folder, SLOTS_NAME, os.O_RDONLY)
@@ -334,6 +337,7 @@ def refuse_other_formats(folder: Path) -> None:
             if why := other_format(record):
                 discard = commands_for(folder, f"`memstore down --leftovers --discard --host {folder.name}`")
                 raise ConfigError(f"{folder / JOURNAL_NAME}: {why}, or give the data up with {discard}")
+    return folder
 
 
 def open_store(folder: Path, *, chunk_bytes: int, limit: Limit) -> HostStore:
