@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
 import ray
@@ -416,6 +417,10 @@ class ControllerActor:
         Its process begins first: the host lacks a holder only while the arena changes hands. If it cannot begin, the
         old one goes on.
         """
+        with ThreadPoolExecutor(1) as thread:  # else the next holder would end with the caller: it is made in its job
+            thread.submit(self._replace_holder, host).result()
+
+    def _replace_holder(self, host: str) -> None:
         record, nodes = self.membership.hosts()[host], live_nodes()
         node = next(node for node in nodes if node["NodeID"] == record["node"])
         node_id, machine = node["NodeID"], node["NodeManagerAddress"]
