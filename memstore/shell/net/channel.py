@@ -266,7 +266,9 @@ class Channel:
                 self._fill(memoryview(data), clock)
                 wire.check_crc(self._header, data)
             except errors.ProtocolError as error:
-                if bytes(self._header).startswith(wire.MAGIC):  # of another release: it learns our version (R38)
+                if (
+                    self.authenticated and self._header[4] != wire.VERSION
+                ):  # of another release, which learns ours (R38)
                     with contextlib.suppress(OSError):
                         self._sock.sendmsg([memoryview(wire.pack_header(wire.Kind.BYE))])
                 self._end()
