@@ -3,7 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: venv native wheel test test-native test-long nightly demo lint types docs lines bench bench-peers drill sim fuzz nemesis
+.PHONY: venv native wheel release matrix test test-native test-long nightly demo lint types docs lines bench bench-peers
+.PHONY: drill sim fuzz nemesis
 venv: $(STAMP)
 # torch goes first and alone, so that a configured CPU build of the pinned release is the one that is taken.
 $(STAMP): pyproject.toml constraints.txt setup.py memstore/shell/native/native.c
@@ -21,6 +22,12 @@ native:
 DIST ?= dist
 wheel: $(STAMP)
 	MEMSTORE_XXHASH_INCLUDE="$$($(BIN)/python -c '$(XXHASH)')" $(BIN)/python -m build --wheel --outdir $(DIST) .
+# What a release has, checked, in the new folder dist: sdist, wheel, bill of materials.
+release: $(STAMP)
+	bash .ci/release
+# The wheel in dist beside other versions of Python, torch and Ray: some 6 GB at a time, an hour in all.
+matrix: $(STAMP)
+	$(BIN)/python .ci/matrix.py dist/*.whl
 # Tests wait more than they compute: three workers keep two cores busy. `pytest` alone runs one after the other.
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder

@@ -8,7 +8,8 @@
             train_step(...)
             store.put(step, state)
 
-Importing memstore imports neither torch nor ray: every public name is loaded when it is first used.
+Importing memstore imports neither torch nor ray, and refuses versions of them that are too old: every public name is
+loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from memstore import errors as errors
 from memstore.config import Config as Config
+from memstore.distribution import VERSION, installed_versions, refused_versions
 
 if TYPE_CHECKING:
     from memstore.admin.cluster import ClusterStatus as ClusterStatus
@@ -35,7 +37,10 @@ if TYPE_CHECKING:
     from memstore.client.ticket import Ticket as Ticket
     from memstore.shell.tensors.subclasses import register as register
 
-__version__ = "0.1.0"
+__version__ = VERSION
+
+if _why := refused_versions(installed_versions()):
+    raise errors.ConfigError(_why)
 
 _MODULES = {
     "Checkpoint": "memstore.client.checkpoint",

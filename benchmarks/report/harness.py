@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from memstore.distribution import installed_version
+from memstore.distribution import VERSION
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -218,10 +218,7 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(memory_bytes / GIB, 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "versions": {
-            "memstore": installed_version(),
-            **{name: _version(name) for name in ("torch", "ray", "numpy", "xxhash")},
-        },
+        "versions": {"memstore": VERSION, **{name: _version(name) for name in ("torch", "ray", "numpy", "xxhash")}},
         "commit": _commit(),
         "load_before": round(os.getloadavg()[0], 2),
     }

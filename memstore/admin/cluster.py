@@ -22,7 +22,7 @@ from memstore.core.report.problems import with_commands
 from memstore.core.wire.calls import AskLastCopies, AskStatus
 from memstore.core.wire.codec import Request
 from memstore.core.wire.replies import status_fields
-from memstore.distribution import installed_version
+from memstore.distribution import VERSION
 from memstore.errors import CapacityError, ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
 from memstore.shell.arena.arena import Arena
 from memstore.shell.arena.folder import held_bytes, read_secret
@@ -199,6 +199,19 @@ def create_local_ray() -> None:
         ray.init(address="local", include_dashboard=False, namespace=NAMESPACE, log_to_driver=False)
     finally:
         random.setstate(drawn)
+
+
+def running_controller(config: Config) -> Any:
+    """Return the actor of the store's controller; ConfigError if the store does not run on the joined cluster."""
+    actor = _controller(config)
+    if actor is None:
+        there = ", ".join(stores_on_ray()) or "none"
+        raise ConfigError(
+            f"store {config.store!r} does not run on the Ray cluster at {joined_address()}, which runs {there}: name "
+            f"its cluster with --address, or start it with {config.commands('`memstore up`')}",
+            field="store",
+        )
+    return actor
 
 
 def _controller(config: Config) -> Any:
@@ -394,7 +407,7 @@ def status(*, address: str | None = None, config: Config | None = None) -> Clust
     fields = status_fields(with_commands(ask(AskStatus(), config=config), config))
     ray_address = joined_address() if ray.is_initialized() else ""
     del fields["serving_s"]
-    return ClusterStatus(store=config.store, ray=ray_address, version=installed_version(), **fields)
+    return ClusterStatus(store=config.store, ray=ray_address, version=VERSION, **fields)
 
 
 def stop(

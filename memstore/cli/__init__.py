@@ -31,7 +31,7 @@ from memstore.cli import (
 )
 from memstore.cli.options import is_debug, is_json, json_option
 from memstore.cli.output import ExitCode, for_this_store, print_json, say
-from memstore.distribution import installed_version
+from memstore.distribution import VERSION
 from memstore.errors import MemstoreError
 
 
@@ -80,7 +80,7 @@ class Verbs(click.Group):
 
 
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(installed_version(), prog_name="memstore")
+@click.version_option(VERSION, prog_name="memstore")
 def main() -> None:
     """Checkpoints of every step, in the memory of the training hosts, replicated to peers.
 

@@ -401,4 +401,54 @@ def stores(config: Config, as_json: bool) -> None:
     data_console().print(table)
 
 
-VERBS = (up, down, stores, drain)
+# -- upgrade -----------------------------------------------------------------------------------
+
+
+@click.command(short_help="Restart the store's processes with what is installed now, host by host.")
+@click.option("--address", metavar="ADDRESS", help="Ray cluster; default: the one this machine belongs to.")
+@click.option("--check", "is_check", is_flag=True, help="Only say what would be restarted, or why nothing may be.")
+@click.option("--restart", "is_restart", is_flag=True, help="Also what runs the installed version already.")
+@click.option("--host", "hosts", multiple=True, metavar="HOST", help="Only this host, not the controller. Repeatable.")
+@click.option("--timeout-s", type=Seconds(), default=120.0, show_default=True, help="Longest wait for each host.")
+@store_options
+def upgrade(
+    config: Config,
+    address: str | None,
+    is_check: bool,
+    is_restart: bool,
+    hosts: tuple[str, ...],
+    timeout_s: float,
+    as_json: bool,
+) -> None:
+    """Restart holders one by one with the memstore that is installed on their hosts, then the controller.
+
+    Training goes on: arenas stay, and the next host's turn is once no job lacks copies for it. Install the new version
+    on every host first. Where running ranks or arenas would not be understood, it says so before it touches anything,
+    and exits with 1. A second call goes on where the first one stopped.
+    """
+    join_ray_for_verb(address)
+    from memstore.admin.upgrade import CONTROLLER, plan_upgrade
+    from memstore.admin.upgrade import upgrade as restart_all
+
+    plan = plan_upgrade(config, chosen=hosts, is_restart=is_restart)
+    turns = [*plan.hosts, *([CONTROLLER] if plan.has_controller else [])]
+    if not as_json:
+        table = plain_table("HOST", "RUNS", "INSTALLED", "")
+        for host, build in sorted(plan.running.items(), key=lambda item: (item[0] == CONTROLLER, item[0])):
+            then = "is restarted" if host in turns and not plan.refusal else "stays"
+            table.add_row(host, build.version, plan.installed[host].version, then)
+        data_console().print(table)
+    if plan.refusal:
+        raise ConfigError(plan.refusal)
+    if not turns:
+        say("what is installed runs already; --restart restarts it all the same")
+    elif not is_check:
+        restart_all(config, plan, timeout_s=timeout_s, say=say)
+    if as_json:
+        rows = {
+            host: {"running": b.version, "installed": plan.installed[host].version} for host, b in plan.running.items()
+        }
+        print_json({"store": config.store, "hosts": rows, "restarted": [] if is_check else turns, "planned": turns})
+
+
+VERBS = (up, down, stores, drain, upgrade)

@@ -77,14 +77,9 @@ def status(ctx: click.Context, where: Where, watch_s: float | None, check: bool,
 
 def json_of(status: Status, where: Where) -> dict[str, Any]:
     """Return what --json prints: the controller's answer, with the version and the Ray cluster it runs on."""
-    from memstore.distribution import installed_version
+    from memstore.distribution import VERSION
 
-    return {
-        "version": installed_version(),
-        "store": where.config.store,
-        "ray": ray_address(where.config),
-        **status_fields(status),
-    }
+    return {"version": VERSION, "store": where.config.store, "ray": ray_address(where.config), **status_fields(status)}
 
 
 def ray_address(config: Config) -> str:
@@ -145,7 +140,7 @@ def screen(status: Status, where: Where, *, is_watched: bool = False) -> Rendera
 
 def headline(status: Status, where: Where) -> str:
     """Return the first line: version, store, hosts, failure domains, Ray."""
-    from memstore.distribution import installed_version
+    from memstore.distribution import VERSION
 
     hosts, ray = status.hosts, ray_address(where.config)
     machines = {row.machine for row in hosts if row.machine}
@@ -154,7 +149,7 @@ def headline(status: Status, where: Where) -> str:
     if machines and len(machines) < len(hosts):
         words += f" on {plural(len(machines), 'machine')}"
     words += f", {away or ('live' if len(hosts) == 1 else 'all live')}"
-    parts = [f"memstore {installed_version()}", f"store {where.config.store}", words]
+    parts = [f"memstore {VERSION}", f"store {where.config.store}", words]
     for level in status.failure_domains:
         values = {row.labels[level] for row in hosts if level in row.labels}
         parts += [plural(len(values), level)] if values else []

@@ -95,8 +95,12 @@ def current_node_labels() -> dict[str, str] | None:
     is_initialised = getattr(ray, "is_initialized", None)
     if ray is None or is_initialised is None or not is_initialised():
         return None
-    # Kept by the process since it connected: no call to the GCS, which may be down (R4).
-    return {str(key): str(value) for key, value in ray.get_runtime_context().get_node_labels().items()}
+    here = ray.get_runtime_context()
+    try:  # kept by the process since it connected: no call to the GCS, which may be down (R4)
+        labels = here.get_node_labels()
+    except AttributeError:  # Ray 2.49 keeps none in the process that started the cluster, and with it the GCS
+        labels = next(node["Labels"] for node in ray.nodes() if node["NodeID"] == here.get_node_id())
+    return {str(key): str(value) for key, value in labels.items()}
 
 
 def rank_host(

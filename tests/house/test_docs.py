@@ -14,7 +14,6 @@ import sys
 import textwrap
 from collections.abc import Callable
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
@@ -23,12 +22,11 @@ from ray.scripts.scripts import cli
 from repository import ROOT
 
 import memstore
-import memstore.distribution
 from memstore import errors
 from memstore.cli import main
 from memstore.config import Config
 from memstore.core.report.problems import KINDS
-from memstore.distribution import DISTRIBUTION, installed_version
+from memstore.distribution import DISTRIBUTION, OLDEST, VERSION, refused_versions
 
 README_LINES_MAX = 200
 DOCS = ROOT / "docs"
@@ -232,13 +230,34 @@ def test_the_distribution_is_named_once() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert re.findall(r'^name = "(.*)"$', text, re.MULTILINE) == [DISTRIBUTION]
     assert DISTRIBUTION != "memstore"
-    assert installed_version() == version(DISTRIBUTION)
 
 
-def test_a_bare_source_tree_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an installed distribution the version is unknown, never that of another project's `memstore`."""
-    monkeypatch.setattr(memstore.distribution, "DISTRIBUTION", "ray-memstore-absent")
-    assert installed_version() == "unknown"
+def test_the_version_stands_once() -> None:
+    """The build takes it from the code; the changelog has it, and what deploys names it."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'version = { attr = "memstore.distribution.VERSION" }' in project
+    assert memstore.__version__ == VERSION
+    assert f"\n## [{VERSION}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    for path in ("deploy/Dockerfile", "deploy/kubernetes/overlays/example/kustomization.yaml"):
+        assert VERSION in (ROOT / path).read_text(encoding="utf-8"), path
+
+
+def test_versions_that_are_too_old_are_refused_with_what_works() -> None:
+    """Those that pyproject.toml asks for, whatever stands behind them; what is absent may be absent."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'"torch>={OLDEST["torch"]}"' in project
+    assert f'"ray[default]>={OLDEST["ray"]}"' in project
+    for well in (
+        {"torch": "2.6.0+cu124", "ray": "2.49.0"},
+        {"torch": "2.13.0", "ray": None},
+        {},
+        {"ray": "3.0.0.dev0"},
+    ):
+        assert refused_versions(well) == ""
+    assert "works with torch 2.6 or newer, and 2.5.1 is installed: pip install 'torch>=2.6'" in refused_versions(
+        {"torch": "2.5.1", "ray": "2.60.0"}
+    )
+    assert "ray 2.49 or newer, and 2.9.3 is installed" in refused_versions({"ray": "2.9.3"})
 
 
 def test_no_text_installs_the_other_project() -> None:

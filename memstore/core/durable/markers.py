@@ -29,6 +29,7 @@ from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.slice_format import slices_count
 from memstore.core.durable.states import DurableStates
+from memstore.core.format.releases import reader_of
 from memstore.core.wire.ids import Positive, Unsigned, WireSpec, WireStep, WireUse, WireUses
 from memstore.core.wire.orders import DurablePlace, Lineage, ListMarkers
 from memstore.core.wire.reports import MarkerRow, MarkersListed
@@ -123,7 +124,7 @@ def decode_marker(data: bytes) -> MarkerRecord:
     found = _ANY_FIRST_LINE.match(record)
     if found is not None and int(found[1]) != VERSION:
         raise IntegrityError(
-            f"marker format {int(found[1])}, this memstore reads {VERSION}: read it with its writer's version"
+            f"marker format {int(found[1])}, this memstore reads {VERSION}: {reader_of('marker', int(found[1]))}"
         )
     if not record.startswith(_FIRST_LINE):
         raise IntegrityError(f"marker starts with {record[:24]!r} instead of {_FIRST_LINE!r}")

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from memstore.core.format.releases import reader_of
 from memstore.errors import IntegrityError
 from recovery.inventory import ShardSpec, SliceRef, StepId
 
@@ -162,7 +163,7 @@ def decode_header(data: bytes, spec: ShardSpec, number: int, *, file_nbytes: int
     if magic != _MAGIC:
         raise IntegrityError(f"not a memstore part: it starts with {magic!r} instead of {_MAGIC!r}")
     if version != VERSION:
-        raise IntegrityError(f"part format {version}, this memstore reads {VERSION}: read it with its writer's version")
+        raise IntegrityError(f"part format {version}, this memstore reads {VERSION}: {reader_of('slice', version)}")
     if len(data) < wanted:
         raise IntegrityError(f"cut short: {len(data)} bytes, the slice's header has {wanted}")
     if _CHECK.unpack_from(data, wanted - _CHECK.size)[0] != xxhash.xxh3_64_intdigest(data[: wanted - _CHECK.size]):

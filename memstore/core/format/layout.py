@@ -26,6 +26,7 @@ import msgspec
 from memstore.core.format.dtypes import DIMS_MAX, TORCH_ITEMSIZE, array_itemsize
 from memstore.core.format.manifest import LAYOUT_BYTES_MAX
 from memstore.core.format.object_tree import INT_LIMIT, Count, decode_node
+from memstore.core.format.releases import reader_of
 from memstore.errors import ProtocolError
 
 FORMAT = 2
@@ -201,7 +202,7 @@ def decode_layout(data: bytes | bytearray | memoryview) -> Layout:
 
 def _layout(row: _LayoutRow) -> Layout:
     if row.format != FORMAT:
-        raise ValueError(f"format {row.format} is not {FORMAT}, the one this memstore reads")
+        raise ValueError(f"format {row.format}, this memstore reads {FORMAT}: {reader_of('layout', row.format)}")
     end = 0
     for offset, size in row.extents + row.blobs:
         if offset < end or offset + size > row.nbytes or size == 0:

@@ -19,6 +19,7 @@ import msgspec
 import xxhash
 
 from memstore.config import check_name
+from memstore.core.format.releases import reader_of
 from memstore.errors import ConfigError, ManifestMismatch, ProtocolError
 from recovery.inventory import ShardId, ShardSpec, Summand
 
@@ -166,7 +167,8 @@ def _check(manifest: Manifest) -> None:
     shard = manifest.shard
     if manifest.format != (PARITY_FORMAT if shard.is_parity else FORMAT):
         raise ManifestMismatch(
-            f"manifest has format {manifest.format}; this memstore reads formats {FORMAT} and {PARITY_FORMAT}"
+            f"manifest has format {manifest.format}; this memstore reads formats {FORMAT} and {PARITY_FORMAT}: "
+            f"{reader_of('manifest', manifest.format)}"
         )
     try:
         check_name("job", shard.job)

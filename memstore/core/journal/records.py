@@ -23,6 +23,7 @@ import msgpack
 import msgspec
 
 from memstore.core.cluster.facts import Fact
+from memstore.core.format.releases import reader_of
 from memstore.core.wire.codec import check_body
 from memstore.core.wire.orders import WriteJournal
 from memstore.errors import ProtocolError
@@ -72,13 +73,21 @@ def place_of_record(record: bytes) -> tuple[int, int]:
     return term, seq
 
 
+def other_format(record: bytes) -> str:
+    """Return that a record is of another format, and who reads it; "" if it is of ours, or no record."""
+    version = record[_PLACE.size] if len(record) > _HEAD.size else RECORD_VERSION
+    if version == RECORD_VERSION:
+        return ""
+    return f"its records have format {version}, not {RECORD_VERSION}: {reader_of('journal', version)}"
+
+
 def entry_from_record(record: bytes) -> Entry:
     """Return the entry of a record; ProtocolError if it is none."""
     term, seq = place_of_record(record)
     version, body = record[_PLACE.size], memoryview(record)[_HEAD.size :]
     try:
         if version != RECORD_VERSION:
-            raise ValueError(f"its records are of format {version}, not {RECORD_VERSION}")
+            raise ValueError(other_format(record))
         entry = Entry(term, seq, _fact(_unpacked(body) if body[0] == _ZLIB else body))
     except (ValueError, TypeError, msgspec.MsgspecError, msgpack.UnpackException, RecursionError, zlib.error) as exc:
         raise ProtocolError(

@@ -90,7 +90,10 @@ def unpack_header(data: bytes | bytearray | memoryview, *, authenticated: bool =
     if magic != MAGIC:
         _refuse(f"a frame starts with {magic!r} instead of {MAGIC!r}: the peer is not memstore, or bytes were lost")
     if version != VERSION:
-        _refuse(f"the peer speaks wire version {version}, this process {VERSION}: install one memstore everywhere")
+        _refuse(
+            f"the peer speaks wire version {version}, this process {VERSION}: install one memstore everywhere, and "
+            "start again what began before"
+        )
     if flags:
         _refuse(f"frame flags {flags:#x} are unknown to wire version {VERSION}")
     kind = _KINDS.get(number)

@@ -25,12 +25,14 @@ import numpy as np
 from memstore.core.arena.claimed_memory import Limit
 from memstore.core.arena.replica_store import ReplicaStore
 from memstore.core.arena.slot_table import SlotState
-from memstore.errors import CapacityError, ConfigError
-from memstore.shell.arena.folder import check_folder, open_file
+from memstore.core.journal.records import other_format
+from memstore.errors import CapacityError, ConfigError, IntegrityError
+from memstore.shell.arena.folder import check_folder, commands_for, open_file
+from memstore.shell.arena.journal_file import JOURNAL_NAME, read_records
 from memstore.shell.arena.lock import ArenaLock, is_alive
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.arena.mapping import ARENA_NAME, STEP_NBYTES, ArenaMapping, lock_free, runs
-from memstore.shell.arena.slot_headers import SLOTS_NAME, SlotHeaders
+from memstore.shell.arena.slot_headers import SLOTS_NAME, SlotHeaders, read_file_header
 from memstore.shell.native.loops import add_into
 
 CHUNK_NBYTES_MAX = 1 << 30
@@ -314,6 +316,28 @@ def _punch_hole(fd: int, at: int, nbytes: int) -> None:
 
 
 HostStore = ReplicaStore[Arena, ManifestFolder]
+
+
+def of_this_release(folder: Path) -> Path:
+    """Return a host's folder, unless another release left what is in it; reads only (R40).
+
+    What is damaged is no other format: adoption sees to it.
+
+    Raises:
+        ConfigError: Names who reads it.
+    """
+    with contextlib.suppress(FileNotFoundError, IntegrityError):
+        fd = open_file(folder, SLOTS_NAME, os.O_RDONLY)
+        try:
+            read_file_header(fd, folder / SLOTS_NAME)
+        finally:
+            os.close(fd)
+    with contextlib.suppress(FileNotFoundError):
+        for record in read_records(folder / JOURNAL_NAME):
+            if why := other_format(record):
+                discard = commands_for(folder, f"`memstore down --leftovers --discard --host {folder.name}`")
+                raise ConfigError(f"{folder / JOURNAL_NAME}: {why}, or give the data up with {discard}")
+    return folder
 
 
 def open_store(folder: Path, *, chunk_bytes: int, limit: Limit) -> HostStore:

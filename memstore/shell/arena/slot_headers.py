@@ -22,11 +22,12 @@ import xxhash
 
 from memstore.core.arena.memory_ports import SlotHeader
 from memstore.core.arena.slot_table import SlotState
+from memstore.core.format.releases import reader_of
 from memstore.errors import CapacityError, ConfigError, IntegrityError
 from memstore.shell.arena.folder import commands_for, open_file
 
 SLOTS_NAME = "slots"
-FORMAT_VERSION = 3  # 2: the arena's id; 3: a checksum
+FORMAT_VERSION = 3  # of all files in the folder (R40); 2: the arena's id; 3: a checksum
 DAMAGED_NAME = "slots.damaged"  # what was put aside
 HEADER_NBYTES = 4096
 RECORD_NBYTES = 64
@@ -76,7 +77,7 @@ def read_file_header(fd: int, path: Path) -> FileHeader:
     _, version, chunk_bytes, slots_count, arena_id = _HEADER.unpack_from(raw)
     if version != FORMAT_VERSION:
         raise ConfigError(
-            f"{path} has format {version}, this memstore reads {FORMAT_VERSION}: run the version that wrote it,"
+            f"{path} has format {version}, this memstore reads {FORMAT_VERSION}: {reader_of('arena', version)},"
             f" or give the data up with {leftovers}"
         )
     room = (os.fstat(fd).st_size - HEADER_NBYTES) // RECORD_NBYTES

@@ -40,7 +40,7 @@ from memstore.core.wire.rank_messages import ToolHello
 from memstore.core.wire.reports import Heartbeat, HostInventory
 from memstore.core.wire.status_rows import HostStats
 from memstore.errors import PeerUnreachable, TransportError
-from memstore.shell.arena.arena import open_store
+from memstore.shell.arena.arena import of_this_release, open_store
 from memstore.shell.arena.folder import IdleTime, make_folder, next_incarnation, write_secret
 from memstore.shell.arena.journal_file import JournalFile
 from memstore.shell.arena.lock import ArenaLock, LockOwner, is_alive
@@ -117,7 +117,7 @@ class Holder:
     ) -> None:
         self.config, self.secret, self.tls = config, secret, Tls.load(config)
         self.limit_words = limit_words  # what set the limit; a warning if it is small
-        self.folder: Path = make_folder(config.arena_dir, store=config.store, host=identity.host_id)
+        self.folder = of_this_release(make_folder(config.arena_dir, store=config.store, host=identity.host_id))
         lock_file = ArenaLock.take(
             self.folder, timeout_s=LOCK_TIMEOUT_S, cluster=cluster, replace_frozen=self._is_frozen
         )

@@ -1,6 +1,7 @@
 """What native.c offers. Tables are bytes: rows of three unsigned 64-bit numbers."""
 
 HAS_AROUND: int
+VERSION: int
 
 def put(chunks: bytes, moves: bytes, kinds: bytes, around: bool, /) -> tuple[bytes, bytes]: ...
 def get(chunks: bytes, moves: bytes, kinds: bytes, around: bool, /) -> tuple[bytes, bytes]: ...

@@ -8,6 +8,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from memstore.errors import ConfigError
+
+VERSION = 1  # of native.c, as it is called here
+
 
 def _find() -> Any:
     if os.environ.get("MEMSTORE_NATIVE") == "0":
@@ -16,6 +20,12 @@ def _find() -> Any:
         from memstore.shell.native import _native
     except ImportError:  # not built, or built for a processor that can do more than this one
         return None
+    if (found := getattr(_native, "VERSION", 0)) != VERSION:  # an older one lacks functions, or takes other tables
+        raise ConfigError(
+            f"{_native.__file__} was built from another memstore (its version is {found}, this one calls {VERSION}): "
+            "build it again, with `make native` in a clone or `pip install --force-reinstall --no-deps .`; "
+            "MEMSTORE_NATIVE=0 does without it, and copies are slower"
+        )
     return _native
 
 

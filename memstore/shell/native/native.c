@@ -49,6 +49,7 @@ static int is_supported(void) { return 1; }
 #define XXH_INLINE_ALL
 #include "xxhash.h"
 
+#define VERSION 1 /* of what Python calls here and of its tables: extension.py names the same */
 #define PIECE_BYTES (16u << 10) /* copied, then digested; two of them fit a core's first cache */
 #define PREFETCH_BYTES (1u << 10) /* digested, then as much of what is copied next is prefetched */
 #define BUFFER_BYTES (4u << 10) /* if it were larger, no bytes would be on their way while it is digested and stored */
@@ -650,7 +651,8 @@ PyMODINIT_FUNC PyInit__native(void)
         return NULL;
     }
     PyObject *created = PyModule_Create(&module);
-    if (created && (PyModule_AddIntConstant(created, "HAS_AROUND", HAS_AROUND) < 0)) {
+    if (created && (PyModule_AddIntConstant(created, "HAS_AROUND", HAS_AROUND) < 0 ||
+                    PyModule_AddIntConstant(created, "VERSION", VERSION) < 0)) {
         Py_DECREF(created);
         return NULL;
     }

@@ -266,6 +266,11 @@ class Channel:
                 self._fill(memoryview(data), clock)
                 wire.check_crc(self._header, data)
             except errors.ProtocolError as error:
+                if (
+                    self.authenticated and self._header[4] != wire.VERSION
+                ):  # of another release, which learns ours (R40)
+                    with contextlib.suppress(OSError):
+                        self._sock.sendmsg([memoryview(wire.pack_header(wire.Kind.BYE))])
                 self._end()
                 raise errors.ProtocolError(f"{self.peer}: {error}", peer=self.peer) from error
             self._bulk_left = header.bulk_bytes

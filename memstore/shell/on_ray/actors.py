@@ -13,7 +13,9 @@ import os
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
 import ray
@@ -21,8 +23,10 @@ from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from memstore.config import Config
+from memstore.core.format.releases import FORMATS
 from memstore.core.wire.codec import Request
 from memstore.core.wire.handshake import ProbeIdentity
+from memstore.distribution import VERSION
 from memstore.errors import ConfigError, MemstoreError, TransportError
 from memstore.shell.arena.arena import Arena
 from memstore.shell.arena.folder import arena_folder
@@ -152,8 +156,14 @@ RETRY_S = 5.0  # a node whose holder could not start is tried again after this
 START_S = 60.0
 DRAIN_S = 600.0  # for a node that Ray takes away without naming the moment
 PROBE_S = 2.0
+CLOSE_S = 15.0  # a holder that does not close within this is killed: its arena stays all the same
 BEGUN_S = 10.0  # for holders whose start has begun when the store is stopped; then their processes are killed
 POLL_S = 0.05
+
+
+def this_build() -> dict[str, Any]:
+    """Return the version and the formats of the code that this process runs; read from disk as the process began."""
+    return {"version": VERSION, "formats": dict(FORMATS)}
 
 
 def controller_name(store: str) -> str:
@@ -173,6 +183,10 @@ class HolderActor:
         self.hosts_on_machine = hosts_on_machine
         self.membership = RayMembership(self.config.store)
         self.holder: Holder | None = None
+
+    def ready(self) -> dict[str, Any]:
+        """Answer once everything is imported."""
+        return this_build()
 
     def start(self) -> dict[str, Any]:
         """Take the arena and serve; or say that this host is served already by another node's holder (R1)."""
@@ -204,6 +218,8 @@ class HolderActor:
             "machine": info.machine,
             "node": ray.get_runtime_context().get_node_id(),
             "pid": os.getpid(),
+            "actor": ray.get_runtime_context().get_actor_name(),
+            **this_build(),
         }
         self.membership.announce(host, record)
         return {"host": host, "shared": False, **record}
@@ -299,6 +315,7 @@ class ControllerActor:
             "connected": self.controller.connected(),
             "nodes": sorted(n["NodeID"] for n in live_nodes()),
             "is_serving": self.controller.is_serving(),
+            **this_build(),
         }
 
     def close(self) -> None:
@@ -334,9 +351,7 @@ class ControllerActor:
         for node_id in [n for n in self.hosts if n not in alive]:
             self.hosts.pop(node_id)
             self.actors.pop(node_id, None)
-        machines: dict[str, int] = {}
-        for node in nodes:
-            machines[node["NodeManagerAddress"]] = machines.get(node["NodeManagerAddress"], 0) + 1
+        machines = Counter(node["NodeManagerAddress"] for node in nodes)
         for node in nodes:
             node_id = node["NodeID"]
             host = self.hosts.get(node_id)
@@ -356,22 +371,13 @@ class ControllerActor:
         try:
             if self.stopping.is_set():
                 return
-            actor = self.starting[node_id] = (
-                ray.remote(HolderActor)
-                .options(
-                    name=f"memstore-{self.fields['store']}-{node_id[:12]}-{secrets.token_hex(6)}",
-                    namespace=NAMESPACE,
-                    lifetime="detached",
-                    num_cpus=0,
-                    max_restarts=0,
-                    max_concurrency=4,
-                    scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-                )
-                .remote(self.fields, self.secret, dict(node.get("Labels") or {}), hosts_on_machine)
-            )
+            actor = self.starting[node_id] = self._make_holder(node, hosts_on_machine)
             started = ray.get(actor.start.remote(), timeout=START_S)
             if started["shared"]:
                 ray.kill(actor)
+                record = self.membership.hosts().get(str(started["host"]), {})
+                if record.get("node") == node_id:  # a former controller started it
+                    self.actors[node_id] = ray.get_actor(str(record["actor"]), namespace=NAMESPACE)
             else:
                 # The one before it is dead or frozen: its successor has the lock.
                 old, self.actors[node_id] = self.actors.get(node_id), actor
@@ -385,6 +391,58 @@ class ControllerActor:
             cause = getattr(exc, "cause", None) or exc
             self.errors[node_id] = f"{type(cause).__name__}: {cause}"
             log.warning("memstore: no holder on node %s: %s", node_id[:12], self.errors[node_id])
+        finally:
+            self.starting.pop(node_id, None)
+
+    def _make_holder(self, node: dict[str, Any], hosts_on_machine: int) -> Any:
+        """Start a process for a node's holder. Its arguments are part of the wire's version (R40)."""
+        node_id = node["NodeID"]
+        return (
+            ray.remote(HolderActor)
+            .options(
+                name=f"memstore-{self.fields['store']}-{node_id[:12]}-{secrets.token_hex(6)}",
+                namespace=NAMESPACE,
+                lifetime="detached",
+                num_cpus=0,
+                max_restarts=0,
+                max_concurrency=4,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+            )
+            .remote(self.fields, self.secret, dict(node.get("Labels") or {}), hosts_on_machine)
+        )
+
+    def restart_holder(self, host: str) -> None:
+        """Replace a host's holder by one that runs the code installed there, and adopts the arena (R40).
+
+        Its process begins first: the host lacks a holder only while the arena changes hands. If it cannot begin, the
+        old one goes on.
+        """
+        with ThreadPoolExecutor(1) as thread:  # else the next holder would end with the caller: it is made in its job
+            thread.submit(self._replace_holder, host).result()
+
+    def _replace_holder(self, host: str) -> None:
+        record, nodes = self.membership.hosts()[host], live_nodes()
+        node = next(node for node in nodes if node["NodeID"] == record["node"])
+        node_id, machine = node["NodeID"], node["NodeManagerAddress"]
+        if node_id in self.starting:
+            raise ConfigError(f"the holder of host {host} is being started already: call it again once it runs")
+        self.starting[node_id] = successor = None  # its supervisor leaves the node alone
+        try:
+            successor = self.starting[node_id] = self._make_holder(
+                node, sum(other["NodeManagerAddress"] == machine for other in nodes)
+            )
+            ray.get(successor.ready.remote(), timeout=START_S)
+            old = ray.get_actor(str(record["actor"]), namespace=NAMESPACE)
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.get(old.close.remote(False), timeout=CLOSE_S)
+            ray.kill(old)
+            self.retry_s[node_id] = time.monotonic() + RETRY_S
+            ray.get(successor.start.remote(), timeout=START_S)
+            self.actors[node_id], self.hosts[node_id] = successor, host
+        except BaseException:
+            if successor is not None:
+                ray.kill(successor)
+            raise
         finally:
             self.starting.pop(node_id, None)
 

@@ -21,7 +21,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from memstore.config import MIB, Config
 from memstore.core.report.findings import ClusterFacts, HostFacts, MeasuredLink, cleaning_line, rounds_of_links
-from memstore.distribution import installed_version
+from memstore.distribution import VERSION, installed_versions
 from memstore.errors import MemstoreError
 from memstore.shell.arena.folder import arena_folder, check_folder, check_root
 from memstore.shell.arena.lock import is_held, owner
@@ -347,16 +346,8 @@ def _read(connection: socket.socket, nbytes: int) -> bytes:
 
 def versions() -> dict[str, str | None]:
     """Return the versions that hosts must share, of packages that are installed here."""
-    found: dict[str, str | None] = {
-        "memstore": installed_version(),
-        "python": ".".join(platform.python_version_tuple()[:2]),
-    }
-    for package in ("ray", "torch"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"memstore": VERSION, "python": python, **installed_versions()}
 
 
 def file_system(folder: str) -> str | None:

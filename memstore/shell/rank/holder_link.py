@@ -229,9 +229,9 @@ class HolderLink:
         while not self.closed.wait(RECONNECT_S):
             try:
                 channel, welcome = self._connect(self.welcome)
-            except TransportError:
-                continue
             except MemstoreError as exc:
+                if isinstance(exc, TransportError) and not isinstance(exc, ProtocolError):
+                    continue
                 log.warning("memstore: the holder of this host refuses this process: %s", exc)
                 self.closed.wait(REFUSED_S)
                 continue

@@ -265,6 +265,19 @@ def test_the_environment_turns_it_off() -> None:
     assert found.stdout.strip() == "False"
 
 
+def test_a_helper_of_another_build_is_refused_with_what_to_do() -> None:
+    """It lacks functions, or takes other tables: the import says so, not a put later."""
+    program = (
+        "import sys, types; stale = types.ModuleType('_native'); stale.__file__ = 'stale.so'\n"
+        "sys.modules['memstore.shell.native._native'] = stale\n"
+        "import memstore.shell.native as native; native._native = stale\n"
+        "import memstore.shell.native.extension"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert "ConfigError: stale.so was built from another memstore (its version is 0, this one calls 1)" in found.stderr
+    assert "`make native`" in found.stderr
+
+
 def test_without_it_chunks_are_copied_and_proved_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop in Python is what a machine without a compiler runs."""
     monkeypatch.setattr(extension, "built", None)
