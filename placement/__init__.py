@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from placement.groups import Placement, ReplicaGroup, Strategy, Unmet, place
-from placement.odds import group_odds, survival_odds
+from placement.odds import Odds, Part, parts_of, parts_of_placement, survival_odds
 from placement.rebalance import Move, Rebalanced, rebalance
 from placement.scatter import scattered
 from placement.topology import Host, SpreadLevel, Topology, is_finer, spread_level
@@ -11,6 +11,8 @@ from placement.topology import Host, SpreadLevel, Topology, is_finer, spread_lev
 __all__ = [
     "Host",
     "Move",
+    "Odds",
+    "Part",
     "Placement",
     "Rebalanced",
     "ReplicaGroup",
@@ -18,8 +20,9 @@ __all__ = [
     "Strategy",
     "Topology",
     "Unmet",
-    "group_odds",
     "is_finer",
+    "parts_of",
+    "parts_of_placement",
     "place",
     "rebalance",
     "scattered",
