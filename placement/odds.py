@@ -16,7 +16,7 @@ from math import comb, sqrt
 
 from placement.groups import Placement
 
-STATES_MAX = 100_000  # looked at while the harmless sets of one part are counted: less than a second
+STATES_MAX = 100_000  # looked at while the harmless sets of one part are counted: part of a second
 Z_95 = 1.96  # standard deviations that hold 95 % of a normal distribution
 
 # -- parts --------------------------------------------------------------------------------------------
@@ -121,7 +121,9 @@ class Odds:
     is_exact: bool
 
 
-def survival_odds(parts: Sequence[Part], hosts_count: int, lost_max: int) -> list[Odds]:
+def survival_odds(
+    parts: Sequence[Part], hosts_count: int, lost_max: int, *, states_max: int = STATES_MAX
+) -> list[Odds]:
     """Return the chance that every shard is still there after 0, 1, ... `lost_max` random hosts are lost.
 
     Parts survive independently of one another, so the numbers of harmless sets multiply like polynomials: sum over j of
@@ -133,12 +135,13 @@ def survival_odds(parts: Sequence[Part], hosts_count: int, lost_max: int) -> lis
         parts: Each host is in one at most.
         hosts_count: All hosts that may be lost, equally likely.
         lost_max: 0 <= lost_max <= hosts_count.
+        states_max: Steps of counting for each part without a shape; one that takes more is bounded.
 
     Raises:
         ValueError: lost_max is out of range.
 
     Complexity: O(lost_max**2 log parts) big-number operations for the parts of each shape; for each part without a
-        shape STATES_MAX steps, or O(sets).
+        shape `states_max` steps, or O(sets).
     Source: ours; the bound is Gemini's corollary (SOSP 2023), for any shape.
     """
     if not 0 <= lost_max <= hosts_count:
@@ -151,7 +154,7 @@ def survival_odds(parts: Sequence[Part], hosts_count: int, lost_max: int) -> lis
             shapes[len(part.hosts), part.tolerated] += 1
             continue
         smallest = min(map(len, part.fatal))
-        series = _counted(part, lost_max) if lost_max > smallest else None
+        series = _counted(part, lost_max, states_max) if lost_max > smallest else None
         exact_to = exact_to if series else min(exact_to, smallest)
         total = _product(total, series or _bounded(part, lost_max))
     for (size, tolerated), count in sorted(shapes.items()):
@@ -215,8 +218,8 @@ def _shape_series(size: int, count: int, tolerated: int, degree: int) -> list[in
     return series
 
 
-def _counted(part: Part, degree: int) -> list[int] | None:
-    """Return the series of a part without a shape, or None if there are more than STATES_MAX states.
+def _counted(part: Part, degree: int, states_max: int) -> list[int] | None:
+    """Return the series of a part without a shape, or None if there are more than `states_max` states.
 
     Hosts are decided one after the other, neighbours together. What matters then of those decided are the lost ones in
     sets that are still open, and how many are lost in all: a ring of any length has few such states.
@@ -235,7 +238,7 @@ def _counted(part: Part, degree: int) -> list[int] | None:
     states, looked = {(0, 0): 1}, 0
     for at in range(len(order)):
         looked += len(states)
-        if looked > STATES_MAX:
+        if looked > states_max:
             return None
         found: dict[tuple[int, int], int] = defaultdict(int)
         for (mask, lost), ways in states.items():

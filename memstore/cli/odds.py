@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from math import ceil
@@ -19,6 +19,7 @@ from memstore.cli.options import Seconds, Where, config_or_usage, where_options
 from memstore.cli.output import data_console, plain_table, plural, print_json, size_text
 from memstore.config import GIB, Config, bytes_from_text
 from memstore.core.wire.replies import Status
+from memstore.core.wire.status_rows import HostRow
 from memstore.errors import ConfigError
 from placement.bill import Scheme
 from placement.losses import Cause, causes
@@ -121,6 +122,8 @@ def cluster_of(
     given = {name: value for name, value in {"replicas": replicas, "parity": parity}.items() if value is not None}
     if hosts is not None and topology is not None:
         raise click.UsageError("--topology names the hosts, --hosts counts them: give one of them")
+    if racks is not None and hosts is not None and racks > hosts:
+        raise click.UsageError(f"--racks {racks} of --hosts {hosts}: a rack has a host at least")
     if racks is not None and hosts is None:
         raise click.UsageError("--racks goes with --hosts; a --topology FILE and a store say their racks themselves")
     if topology is not None:
@@ -391,7 +394,7 @@ def fit(
     processes = ranks_per_host * bytes_from_text("process_bytes", process_bytes)
     needs = needs_of(plan, params * bytes_per_param, processes, nic)
     per_year = sum(each.losses_per_year for each in loss_causes(plan, read_rates(rates), needs.repair_s))
-    limits = {row.host: row.stats.limit_bytes for row in status.hosts if row.stats is not None} if status else {}
+    limits = arena_limits(status.hosts) if status is not None else {}
     too_small = {host: limit for host, limit in limits.items() if limit < needs.arena_bytes}
     paste = paste_lines(plan.terms, needs)
     if as_json:
@@ -408,6 +411,11 @@ def fit(
     for host, limit in too_small.items():
         console.print(f"! {host} may have an arena of {size_text(limit)}: {size_text(needs.arena_bytes)} do not fit")
     console.print("\n" + "\n".join(paste))
+
+
+def arena_limits(hosts: Iterable[HostRow]) -> dict[str, int]:
+    """Return how large the arena of each host may be; of a dead one nobody knows."""
+    return {row.host: row.stats.limit_bytes for row in hosts if row.stats is not None and row.status != "dead"}
 
 
 @dataclass(frozen=True)

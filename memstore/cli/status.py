@@ -19,6 +19,7 @@ from memstore.cli.output import ExitCode, age_text, count_text, data_console, pl
 from memstore.config import Config
 from memstore.core.cluster.text import listed, phases_text, replaced_text
 from memstore.core.report.problems import DEGRADED, STOPPED, UNRECOVERABLE, drain_text, is_over_limit, worst
+from memstore.core.report.redundancy import beyond_text
 from memstore.core.wire.replies import Status, status_fields
 from memstore.core.wire.status_rows import AttemptStatus, HostRow, JobRow, LaunchRow, ProblemRow, SurvivalRow
 from memstore.errors import MemstoreError
@@ -174,7 +175,7 @@ def job_table(jobs: list[JobRow], launches: list[LaunchRow]) -> Table:
             "nothing yet" if step is None else f"{step:,} ({age_text(newest.committed_s)} ago)",
             at_risk(newest) if is_open else "-",
             "-" if step is None else copies_text(newest),
-            "-" if step is None else survives_text(newest.survives),
+            "-" if step is None else survives_text(newest.survives) + beyond_text(newest.odds),
             durable_text(newest),
         )
     return table

@@ -14,6 +14,7 @@ from msgspec import structs
 
 from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import ClusterState
+from memstore.core.cluster.text import plural
 from memstore.core.durable.departures import Departures
 from memstore.core.repair import RepairPushes
 from memstore.core.wire.status_rows import OddsRow, ShortStep, SurvivalRow
@@ -23,6 +24,7 @@ from recovery.inventory import Copy, ShardId, StepId
 
 LOOK_S = 1.0  # how often jobs are counted through
 ROWS_MAX = 32  # steps named in one event
+STATES_MAX = 5_000  # counted for odds: the controller must not be busy for long
 
 
 @dataclass(slots=True)
@@ -210,8 +212,18 @@ def survival_rows(job: Job, live_hosts: Iterable[str], lost_max: int) -> list[Od
         parity = frozenset(min(hosts) for hosts in there if hosts)
         cases.add((frozenset(c.host for c in copies if not c.missing), parity, job.parity_copies(step, rank, live)))
     fatal = {own.union(more) for own, parity, count in cases for more in combinations(sorted(parity), count)}
-    odds = survival_odds(parts_of(fatal), len(live), min(lost_max, len(live)))
+    odds = survival_odds(parts_of(fatal), len(live), min(lost_max, len(live)), states_max=STATES_MAX)
     return [OddsRow(lost, float(each.chance), is_exact and each.is_exact) for lost, each in enumerate(odds) if lost]
+
+
+def beyond_text(odds: Iterable[OddsRow]) -> str:
+    """Return ", 2 hosts: 3.2% fatal" of the fewest lost hosts that may be fatal, or "" where all such losses are."""
+    first = next((row for row in odds if row.chance < 1), None)
+    if first is None or first.chance == 0:
+        return ""
+    return (
+        f", {plural(first.lost, 'host')}: {'' if first.is_exact else 'at most '}{100 * (1 - first.chance):.2g}% fatal"
+    )
 
 
 def held_for(

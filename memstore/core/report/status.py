@@ -17,7 +17,7 @@ from memstore.core.durable.departures import Departures
 from memstore.core.durable.states import DurableStates
 from memstore.core.repair import RepairPushes
 from memstore.core.report.problems import problems
-from memstore.core.report.redundancy import RedundancyMonitor, held_for, own_first, survival
+from memstore.core.report.redundancy import RedundancyMonitor, held_for, own_first, survival, survival_rows
 from memstore.core.report.timeline import fewest_copies, steps_of
 from memstore.core.targets.drain import Drains
 from memstore.core.targets.targets import ClusterView
@@ -26,6 +26,7 @@ from memstore.core.wire.status_rows import (
     AttemptStatus,
     HostRow,
     JobRow,
+    OddsRow,
     RankGroup,
     RankPlace,
     ShortRow,
@@ -128,6 +129,7 @@ class Shards:
     copies: int
     short: dict[int, int]
     survives: list[SurvivalRow]
+    odds: list[OddsRow]
     holds: dict[str, list[str]]
     parity: dict[str, list[str]]
 
@@ -234,6 +236,7 @@ class StatusReport:
                 fewest_copies(self.state, job, step),
                 self.watch.short_shards(job),
                 self._survives(job, step),
+                survival_rows(job, self.state.hosts.live_ids(), attempt.replicas + 1),
                 held_for(rank_hosts, job.copies.get(step, {}), self.state.hosts.states),
                 held_for(rank_hosts, job.in_parity(step), self.state.hosts.states),
             )
@@ -269,7 +272,7 @@ class StatusReport:
     def _attempt(self, job: Job, attempt: Attempt) -> AttemptStatus:
         newest, on_storage, recovery = job.newest_committed, job.newest_durable, attempt.recovery
         placement, durable = self.view.placement(job), self.states.of(job.name)
-        looked = self._looked(job, attempt, newest) if newest is not None else Shards((), 0, {}, [], {}, {})
+        looked = self._looked(job, attempt, newest) if newest is not None else Shards((), 0, {}, [], [], {}, {})
         return AttemptStatus(
             phase=attempt.phase,
             ended_by=attempt.ended_by,
@@ -303,6 +306,7 @@ class StatusReport:
             in_flight=attempt.in_flight,
             in_flight_lack=attempt.in_flight_lack,
             survives=looked.survives,
+            odds=looked.odds,
             refusals=self._refusals(job)[:5],
             parent=attempt.parent,
             parent_step=attempt.parent_step,

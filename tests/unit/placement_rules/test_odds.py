@@ -24,7 +24,6 @@ from placement import (
     scattered,
     survival_odds,
 )
-from placement import odds as odds_module
 from placement.losses import YEAR_S, causes
 from placement.odds import corollary, sampled_odds
 from placement.rates import PRESETS, Rates
@@ -133,9 +132,7 @@ def test_any_sets_equal_enumeration(fatal: list[frozenset[str]]) -> None:
 def test_a_bound_never_promises_too_much(fatal: list[frozenset[str]]) -> None:
     """Where the sets are too many to count the answer is at most the counted one, and equal where it says so."""
     counted = survival_odds(parts_of(fatal), len(HOSTS), len(HOSTS))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(odds_module, "STATES_MAX", 0)
-        bounded = survival_odds(parts_of(fatal), len(HOSTS), len(HOSTS))
+    bounded = survival_odds(parts_of(fatal), len(HOSTS), len(HOSTS), states_max=0)
     for exact, bound in zip(counted, bounded, strict=True):
         assert bound.chance == exact.chance if bound.is_exact else bound.chance <= exact.chance
 
