@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from placement.groups import Placement, ReplicaGroup, Strategy, Unmet, place
-from placement.odds import Odds, Part, parts_of, parts_of_placement, survival_odds
+from placement.odds import Bond, Odds, bonds_of, bonds_of_placement, survival_odds
 from placement.rebalance import Move, Rebalanced, rebalance
 from placement.scatter import scattered
 from placement.topology import Host, SpreadLevel, Topology, is_finer, spread_level
 
 __all__ = [
+    "Bond",
     "Host",
     "Move",
     "Odds",
-    "Part",
     "Placement",
     "Rebalanced",
     "ReplicaGroup",
@@ -20,9 +20,9 @@ __all__ = [
     "Strategy",
     "Topology",
     "Unmet",
+    "bonds_of",
+    "bonds_of_placement",
     "is_finer",
-    "parts_of",
-    "parts_of_placement",
     "place",
     "rebalance",
     "scattered",

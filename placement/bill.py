@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from placement.groups import Strategy
-from placement.odds import Part, parts_of_placement, survival_odds
+from placement.odds import Bond, bonds_of_placement, survival_odds
 from placement.parity_sets import parity_groups
 from placement.scatter import scattered
 from placement.topology import HOST_LEVEL, Topology, spread_level
@@ -93,13 +93,13 @@ def bill(
         fatal: dict[int, Fraction | None] = dict.fromkeys(LOST)
         if scheme.is_parity and not unmet:
             groups = parity_groups(topology, level, scheme.data, scheme.spare)
-            fatal = _fatal([Part(frozenset(group), scheme.spare) for group in groups], len(domains))
+            fatal = _fatal([Bond(frozenset(group), scheme.spare) for group in groups], len(domains))
         elif not unmet:
             copies = scattered(None, topology, replicas=scheme.width, strategy=strategy, scatter=scatter)
             sources = max(map(len, copies.merged().values()))
             together = {each.owner for placed in copies.placements for each in placed.unmet}
             unmet = f"{len(together)} of {len(domains)} hosts have copies in one {level}" if together else ""
-            fatal = _fatal(parts_of_placement(copies), len(domains))
+            fatal = _fatal(bonds_of_placement(copies), len(domains))
         memory = scheme.memory(versions)
         rows.append(BillRow(scheme, memory, scheme.spare, sources, level, unmet, fatal))
     return rows
@@ -115,7 +115,7 @@ def _unmet(scheme: Scheme, level: str, domains: Mapping[str, str]) -> str:
     return f"one {noun} has {fullest} hosts, {most} fit" if scheme.is_parity and fullest > most else ""
 
 
-def _fatal(parts: list[Part], hosts_count: int) -> dict[int, Fraction | None]:
+def _fatal(bonds: list[Bond], hosts_count: int) -> dict[int, Fraction | None]:
     """Return the chances that so many lost hosts take bytes with them; None where there are fewer, or it is a bound."""
-    odds = survival_odds(parts, hosts_count, min(hosts_count, max(LOST)))
+    odds = survival_odds(bonds, hosts_count, min(hosts_count, max(LOST)))
     return {lost: 1 - odds[lost].chance if lost < len(odds) and odds[lost].is_exact else None for lost in LOST}

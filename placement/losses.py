@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from math import exp, lgamma, log, log1p
 
-from placement.odds import Odds, Part, parts_of, survival_odds
+from placement.odds import Bond, Odds, bonds_of, survival_odds
 from placement.rates import DAY_S, DAYS_A_YEAR, Rates
 from placement.topology import HOST_LEVEL, Topology
 
@@ -31,7 +31,7 @@ class Cause:
     is_exact: bool  # else odds were bounded, and so less than this is lost
 
 
-def causes(parts: Sequence[Part], topology: Topology, rates: Rates, repair_s: float) -> list[Cause]:
+def causes(bonds: Sequence[Bond], topology: Topology, rates: Rates, repair_s: float) -> list[Cause]:
     """Return how often bytes are lost: through single hosts, and through whole domains of each level with a rate.
 
     The model: every host, and every domain, is lost at random at its own rate r, and its bytes are whole again
@@ -46,7 +46,7 @@ def causes(parts: Sequence[Part], topology: Topology, rates: Rates, repair_s: fl
     The first is exact. Left out of the second: what domains of two levels, or two domains and a host, take together.
 
     Args:
-        parts: What may not be lost together.
+        bonds: What may not be lost together.
         topology: The hosts with their labels. A level that labels no host is left out, and hosts without its label.
         rates: How often what is lost.
         repair_s: From a loss until the bytes have all their copies, or their parity, again.
@@ -54,7 +54,7 @@ def causes(parts: Sequence[Part], topology: Topology, rates: Rates, repair_s: fl
     Raises:
         ValueError: more than AWAY_MAX hosts would be away on average.
 
-    Complexity: that of `survival_odds`, for each way in which domains cut parts.
+    Complexity: that of `survival_odds`, for each way in which domains cut bonds.
     Source: the frequency of failures of a system of independent units that are repaired (Barlow and Proschan,
         "Statistical Theory of Reliability and Life Testing", 1975); what is fatal is counted.
     """
@@ -65,7 +65,7 @@ def causes(parts: Sequence[Part], topology: Topology, rates: Rates, repair_s: fl
             f"{hosts_count * away:,.0f} of {hosts_count:,} hosts would wait for their bytes at any time, must be at "
             f"most {AWAY_MAX}: each is lost {rate * YEAR_S:.3g} times a year and is whole again after {repair_s:,.0f} s"
         )
-    odds = survival_odds(parts, hosts_count, _most_away(parts, hosts_count, away))
+    odds = survival_odds(bonds, hosts_count, _most_away(bonds, hosts_count, away))
     alone = _frequency(odds, hosts_count, rate, away)
     found = [_cause(HOST_LEVEL, hosts_count, rate, alone, odds, [odds])]
     weights = _binomial(hosts_count, away, len(odds))
@@ -79,15 +79,14 @@ def causes(parts: Sequence[Part], topology: Topology, rates: Rates, repair_s: fl
         if not members:
             continue
         domain_away, total, looked = _away(domain_rate, repair_s), 0.0, []
-        for lost, count in _cuts(parts, members.values()):
-            left = survival_odds(_left(parts, lost), hosts_count, len(odds) - 1)
-            at_once = sum(
-                p * float(each.chance - then.chance) for p, each, then in zip(weights, odds, left, strict=True)
-            )
+        for lost, count in _cuts(bonds, members.values()):
+            left = survival_odds(_left(bonds, lost), hosts_count, len(odds) - 1)
+            falls = (float(each.chance - then.chance) for each, then in zip(odds, left, strict=True))
+            at_once = sum(p * fall for p, fall in zip(weights, falls, strict=True))
             while_away = _frequency(left, hosts_count, rate, away) - alone
             total += count * (domain_rate * (1 - domain_away) * at_once + domain_away * while_away)
             looked.append(left)
-        whole = parts_of(each for part in parts for each in part.of_domains(domain))
+        whole = bonds_of(each for bond in bonds for each in bond.of_domains(domain))
         several = survival_odds(whole, len(members), max(1, _most_away(whole, len(members), domain_away)))
         total += _frequency(several, len(members), domain_rate, domain_away, first=1)
         found.append(_cause(level, len(members), domain_rate, max(0.0, total), several, [odds, several, *looked]))
@@ -102,16 +101,16 @@ def _cause(
     return Cause(level, count, count * rate * YEAR_S, frequency * YEAR_S, alone, is_exact)
 
 
-def _cuts(parts: Sequence[Part], domains: Iterable[set[str]]) -> list[tuple[frozenset[str], int]]:
-    """Return domains that cut the parts in different ways, and how many cut them alike."""
-    of_host = {host: at for at, part in enumerate(parts) for host in part.hosts}
+def _cuts(bonds: Sequence[Bond], domains: Iterable[set[str]]) -> list[tuple[frozenset[str], int]]:
+    """Return domains that cut the bonds in different ways, and how many cut them alike."""
+    of_host = {host: at for at, bond in enumerate(bonds) for host in bond.hosts}
     found: dict[Hashable, tuple[frozenset[str], int]] = {}
     for members in domains:
         lost: dict[int, set[str]] = defaultdict(set)
         for host in members & of_host.keys():
             lost[of_host[host]].add(host)
         cut: Counter[Hashable] = Counter(
-            (at, frozenset(hosts)) if parts[at].fatal else (len(parts[at].hosts), parts[at].tolerated, len(hosts))
+            (at, frozenset(hosts)) if bonds[at].fatal else (len(bonds[at].hosts), bonds[at].tolerated, len(hosts))
             for at, hosts in lost.items()
         )
         first, count = found.get(frozenset(cut.items()), (frozenset(members), 0))
@@ -119,8 +118,8 @@ def _cuts(parts: Sequence[Part], domains: Iterable[set[str]]) -> list[tuple[froz
     return list(found.values())
 
 
-def _left(parts: Sequence[Part], lost: frozenset[str]) -> list[Part]:
-    return [left for part in parts for left in ([part] if part.hosts.isdisjoint(lost) else part.without(lost))]
+def _left(bonds: Sequence[Bond], lost: frozenset[str]) -> list[Bond]:
+    return [left for bond in bonds for left in ([bond] if bond.hosts.isdisjoint(lost) else bond.without(lost))]
 
 
 def _away(rate: float, repair_s: float) -> float:
@@ -128,9 +127,9 @@ def _away(rate: float, repair_s: float) -> float:
     return rate * repair_s / (1 + rate * repair_s)
 
 
-def _most_away(parts: Sequence[Part], count: int, away: float) -> int:
+def _most_away(bonds: Sequence[Bond], count: int, away: float) -> int:
     """Return how many units may be away at once and matter: with more than that the chance is below LEAST."""
-    smallest = min((min(map(len, part.fatal), default=part.tolerated + 1) for part in parts), default=0)
+    smallest = min((min(map(len, bond.fatal), default=bond.tolerated + 1) for bond in bonds), default=0)
     most, chance = 0, exp(-count * away)
     while chance > LEAST or most < count * away:
         most += 1

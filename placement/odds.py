@@ -16,14 +16,14 @@ from math import comb, sqrt
 
 from placement.groups import Placement
 
-STATES_MAX = 100_000  # looked at while the harmless sets of one part are counted: part of a second
+STATES_MAX = 100_000  # looked at while the harmless sets of one bond are counted: half a second at most
 Z_95 = 1.96  # standard deviations that hold 95 % of a normal distribution
 
-# -- parts --------------------------------------------------------------------------------------------
+# -- bonds --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Bond:
     """Hosts that keep bytes for one another, and which of them may not be lost together.
 
     Any more than `tolerated` of them, or where `fatal` is not empty all the hosts of one of these sets.
@@ -39,11 +39,11 @@ class Part:
             return any(each <= lost for each in self.fatal)
         return len(self.hosts & lost) > self.tolerated
 
-    def without(self, lost: frozenset[str]) -> list[Part]:
+    def without(self, lost: frozenset[str]) -> list[Bond]:
         """Return what may not be lost any more after `lost`."""
         if self.fatal:
-            return parts_of(each - lost for each in self.fatal)
-        return [Part(self.hosts - lost, self.tolerated - len(self.hosts & lost))]
+            return bonds_of(each - lost for each in self.fatal)
+        return [Bond(self.hosts - lost, self.tolerated - len(self.hosts & lost))]
 
     def of_domains(self, domain: Mapping[str, str]) -> Iterable[frozenset[str]]:
         """Yield the sets of failure domains that may not be lost together, given those of hosts that are in one."""
@@ -61,8 +61,8 @@ class Part:
                     yield frozenset(domains)
 
 
-def parts_of(fatal: Iterable[frozenset[str]]) -> list[Part]:
-    """Return the parts that sets of hosts make, each of which has all that there is of some bytes.
+def bonds_of(fatal: Iterable[frozenset[str]]) -> list[Bond]:
+    """Return the bonds that sets of hosts make, each of which has all that there is of some bytes.
 
     Complexity: linear in the hosts of all sets, if no set has another one within it.
     """
@@ -83,16 +83,16 @@ def parts_of(fatal: Iterable[frozenset[str]]) -> list[Part]:
     for each in sets:
         together[root(next(iter(each))) if each else ""].add(each)
     found = []
-    for of_part in together.values():
-        hosts, sizes = frozenset[str]().union(*of_part), {len(each) for each in of_part}
-        is_any = len(sizes) == 1 and len(of_part) == comb(len(hosts), *sizes)
-        found.append(Part(hosts, min(sizes) - 1) if is_any else Part(hosts, 0, frozenset(of_part)))
+    for of_bond in together.values():
+        hosts, sizes = frozenset[str]().union(*of_bond), {len(each) for each in of_bond}
+        is_any = len(sizes) == 1 and len(of_bond) == comb(len(hosts), *sizes)
+        found.append(Bond(hosts, min(sizes) - 1) if is_any else Bond(hosts, 0, frozenset(of_bond)))
     return found
 
 
-def parts_of_placement(placement: Placement) -> list[Part]:
-    """Return the parts of copies: the hosts with all copies of some shard may not be lost together."""
-    return parts_of(frozenset((owner, *held)) for each in placement.placements for owner, held in each.targets.items())
+def bonds_of_placement(placement: Placement) -> list[Bond]:
+    """Return the bonds of copies: the hosts with all copies of some shard may not be lost together."""
+    return bonds_of(frozenset((owner, *held)) for each in placement.placements for owner, held in each.targets.items())
 
 
 def _minimal(sets: Iterable[frozenset[str]]) -> frozenset[frozenset[str]]:
@@ -122,59 +122,59 @@ class Odds:
 
 
 def survival_odds(
-    parts: Sequence[Part], hosts_count: int, lost_max: int, *, states_max: int = STATES_MAX
+    bonds: Sequence[Bond], hosts_count: int, lost_max: int, *, states_max: int = STATES_MAX
 ) -> list[Odds]:
     """Return the chance that every shard is still there after 0, 1, ... `lost_max` random hosts are lost.
 
     Parts survive independently of one another, so the numbers of harmless sets multiply like polynomials: sum over j of
-    (harmless sets of j hosts) x**j. Where a part has no shape and too many hosts to count its sets, they are bounded
+    (harmless sets of j hosts) x**j. Where a bond has no shape and too many hosts to count its sets, they are bounded
     from below: the sets that hold a fatal one are added up, as if no set held two. That is exact up to the size of the
     smallest.
 
     Args:
-        parts: Each host is in one at most.
+        bonds: Each host is in one at most.
         hosts_count: All hosts that may be lost, equally likely.
         lost_max: 0 <= lost_max <= hosts_count.
-        states_max: Steps of counting for each part without a shape; one that takes more is bounded.
+        states_max: Steps of counting for each bond without a shape; one that takes more is bounded.
 
     Raises:
         ValueError: lost_max is out of range.
 
-    Complexity: O(lost_max**2 log parts) big-number operations for the parts of each shape; for each part without a
+    Complexity: O(lost_max**2 log bonds) big-number operations for the bonds of each shape; for each bond without a
         shape `states_max` steps, or O(sets).
     Source: ours; the bound is Gemini's corollary (SOSP 2023), for any shape.
     """
     if not 0 <= lost_max <= hosts_count:
         raise ValueError(f"lost_max is {lost_max}, must be between 0 and the {hosts_count} hosts placed")
-    total, exact_to, in_parts = [1] + [0] * lost_max, lost_max, 0
+    total, exact_to, in_bonds = [1] + [0] * lost_max, lost_max, 0
     shapes: Counter[tuple[int, int]] = Counter()
-    for part in parts:
-        in_parts += len(part.hosts)
-        if not part.fatal:
-            shapes[len(part.hosts), part.tolerated] += 1
+    for bond in bonds:
+        in_bonds += len(bond.hosts)
+        if not bond.fatal:
+            shapes[len(bond.hosts), bond.tolerated] += 1
             continue
-        smallest = min(map(len, part.fatal))
-        series = _counted(part, lost_max, states_max) if lost_max > smallest else None
+        smallest = min(map(len, bond.fatal))
+        series = _counted(bond, lost_max, states_max) if lost_max > smallest else None
         exact_to = exact_to if series else min(exact_to, smallest)
-        total = _product(total, series or _bounded(part, lost_max))
+        total = _product(total, series or _bounded(bond, lost_max))
     for (size, tolerated), count in sorted(shapes.items()):
         total = _product(total, _shape_series(size, count, tolerated, lost_max))
-    total = _product(total, [comb(hosts_count - in_parts, lost) for lost in range(lost_max + 1)])
+    total = _product(total, [comb(hosts_count - in_bonds, lost) for lost in range(lost_max + 1)])
     return [Odds(Fraction(n, comb(hosts_count, lost)), lost <= exact_to) for lost, n in enumerate(total)]
 
 
 def sampled_odds(
-    parts: Sequence[Part], hosts_count: int, lost_count: int, *, samples_count: int, chance: random.Random
+    bonds: Sequence[Bond], hosts_count: int, lost_count: int, *, samples_count: int, chance: random.Random
 ) -> tuple[float, float]:
     """Return between which chances every shard is still there, with 95 % confidence, by drawing sets of lost hosts.
 
     Complexity: O(samples x lost hosts x fatal sets of one host).
     Source: Wilson's score interval (1927).
     """
-    hosts = [(host, part) for part in parts for host in part.hosts]
+    hosts = [(host, bond) for bond in bonds for host in bond.hosts]
     of_host = {
-        host: Part(part.hosts, 0, frozenset(each for each in part.fatal if host in each)) if part.fatal else part
-        for host, part in hosts
+        host: Bond(bond.hosts, 0, frozenset(each for each in bond.fatal if host in each)) if bond.fatal else bond
+        for host, bond in hosts
     }
     kept = 0
     for _ in range(samples_count):
@@ -186,7 +186,7 @@ def sampled_odds(
 
 
 def corollary(hosts_count: int, replicas: int, lost_count: int) -> Fraction | None:
-    """Return Gemini's bound for copies in groups, 1 - (N/m) C(N-m, k-m) / C(N, k), 1 for k < m; None if m parts N not.
+    """Return Gemini's bound for copies in groups, 1 - (N/m) C(N-m, k-m) / C(N, k), 1 for k < m; None if m bonds N not.
 
     Source: Wang et al., "Gemini", SOSP 2023, corollary 1.
     """
@@ -218,16 +218,16 @@ def _shape_series(size: int, count: int, tolerated: int, degree: int) -> list[in
     return series
 
 
-def _counted(part: Part, degree: int, states_max: int) -> list[int] | None:
-    """Return the series of a part without a shape, or None if there are more than `states_max` states.
+def _counted(bond: Bond, degree: int, states_max: int) -> list[int] | None:
+    """Return the series of a bond without a shape, or None if there are more than `states_max` states.
 
     Hosts are decided one after the other, neighbours together. What matters then of those decided are the lost ones in
     sets that are still open, and how many are lost in all: a ring of any length has few such states.
     """
-    order = {host: at for at, host in enumerate(_neighbours_together(part))}
+    order = {host: at for at, host in enumerate(_neighbours_together(bond))}
     closing: dict[int, list[int]] = defaultdict(list)
     last_of = [0] * len(order)  # where the last set of a host ends
-    for each in part.fatal:
+    for each in bond.fatal:
         at = max(order[host] for host in each)
         closing[at].append(sum(1 << order[host] for host in each))
         for host in each:
@@ -253,10 +253,10 @@ def _counted(part: Part, degree: int, states_max: int) -> list[int] | None:
     return series
 
 
-def _neighbours_together(part: Part) -> list[str]:
-    """Return a part's hosts, those near one another in sets close together."""
+def _neighbours_together(bond: Bond) -> list[str]:
+    """Return a bond's hosts, those near one another in sets close together."""
     sets_of: dict[str, list[frozenset[str]]] = defaultdict(list)
-    for each in sorted(map(sorted, part.fatal)):
+    for each in sorted(map(sorted, bond.fatal)):
         for host in each:
             sets_of[host].append(frozenset(each))
     found: dict[str, None] = {}
@@ -266,12 +266,12 @@ def _neighbours_together(part: Part) -> list[str]:
         if host not in found:
             found[host] = None
             queue.extend(near for each in sets_of[host] for near in sorted(each) if near not in found)
-    return [*found, *sorted(part.hosts - found.keys())]
+    return [*found, *sorted(bond.hosts - found.keys())]
 
 
-def _bounded(part: Part, degree: int) -> list[int]:
-    """Return at most the series of a part without a shape."""
-    count, sizes = len(part.hosts), Counter(map(len, part.fatal))
+def _bounded(bond: Bond, degree: int) -> list[int]:
+    """Return at most the series of a bond without a shape."""
+    count, sizes = len(bond.hosts), Counter(map(len, bond.fatal))
     series = []
     for lost in range(degree + 1):
         harmful = sum(sets * comb(count - size, lost - size) for size, sets in sizes.items() if size <= lost)

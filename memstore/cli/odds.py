@@ -23,7 +23,7 @@ from memstore.core.wire.status_rows import HostRow
 from memstore.errors import ConfigError
 from placement.bill import Scheme
 from placement.losses import Cause, causes
-from placement.odds import Odds, Part, corollary, parts_of_placement, sampled_odds, survival_odds
+from placement.odds import Bond, Odds, bonds_of_placement, corollary, sampled_odds, survival_odds
 from placement.parity_sets import parity_groups
 from placement.rates import PRESETS, Rates
 from placement.scatter import scattered
@@ -42,12 +42,12 @@ POD_SHARE = 0.855
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlacedHosts:
     """Hosts, and what of their copies or parity may not be lost together."""
 
     topology: Topology
     terms: Terms
-    parts: list[Part]
+    bonds: list[Bond]
     level: str
 
     @property
@@ -59,11 +59,11 @@ class Plan:
     def scheme(self) -> Scheme:
         """Return the copies, or the parity that the smallest group has: domains may be too few for what is asked."""
         asked = self.terms.scheme
-        least = min((len(part.hosts) for part in self.parts), default=0) - asked.spare
+        least = min((len(bond.hosts) for bond in self.bonds), default=0) - asked.spare
         return replace(asked, data=min(asked.data, least)) if asked.is_parity else asked
 
     @classmethod
-    def of(cls, topology: Topology, terms: Terms) -> Plan:
+    def of(cls, topology: Topology, terms: Terms) -> PlacedHosts:
         """Place copies, or make parity groups, as the store would on these hosts."""
         if not topology.hosts:
             raise ConfigError("there are no hosts: say how many with --hosts, or name them in a --topology FILE")
@@ -71,7 +71,7 @@ class Plan:
         if not scheme.is_parity:
             copies = terms.replicas, terms.placement, terms.scatter
             placed = scattered(None, topology, replicas=copies[0], strategy=copies[1], scatter=copies[2])
-            return cls(topology, replace(terms, replicas=placed.replicas), parts_of_placement(placed), placed.level)
+            return cls(topology, replace(terms, replicas=placed.replicas), bonds_of_placement(placed), placed.level)
         groups = parity_groups(topology, level, scheme.data, scheme.spare)
         if not groups:
             have = plural(len(set(topology.domains(level).values())), level)
@@ -81,7 +81,7 @@ class Plan:
                 field="parity",
                 value=terms.parity,
             )
-        return cls(topology, terms, [Part(frozenset(group), scheme.spare) for group in groups], level)
+        return cls(topology, terms, [Bond(frozenset(group), scheme.spare) for group in groups], level)
 
 
 # -- what is asked ------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def cluster_options(verb: Any) -> Any:
 
 def cluster_of(
     where: Where, hosts: int | None, racks: int | None, topology: Path | None, replicas: int | None, parity: int | None
-) -> tuple[Plan, Status | None]:
+) -> tuple[PlacedHosts, Status | None]:
     """Return the cluster that the options describe, or that of the store, with the store's status."""
     given = {name: value for name, value in {"replicas": replicas, "parity": parity}.items() if value is not None}
     if hosts is not None and topology is not None:
@@ -136,7 +136,7 @@ def cluster_of(
         found = Topology.of((Host(r.host, r.labels, r.machine, r.is_explicit) for r in rows), status.failure_domains)
     terms = Terms.of(status.job_defaults if status is not None else {}, given)
     config_or_usage(replicas=terms.replicas, parity=terms.parity)
-    return Plan.of(found, terms), status
+    return PlacedHosts.of(found, terms), status
 
 
 def even_topology(hosts_count: int, racks_count: int | None) -> Topology:
@@ -161,13 +161,13 @@ def _read_json(what: str, path: Path) -> dict[str, Any]:
 
 
 def _read_topology(path: Path) -> Topology:
-    body = _read_json("topology", path)
+    given = _read_json("topology", path)
     try:
         hosts = [
             Host(row["host"], dict(row.get("labels") or {}), row.get("machine", ""), row.get("is_explicit", False))
-            for row in body["hosts"]
+            for row in given["hosts"]
         ]
-        return Topology.of(hosts, body.get("failure_domains", Config.failure_domains))
+        return Topology.of(hosts, given.get("failure_domains", Config.failure_domains))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"topology {path} does not list hosts ({error!r}): it looks like "
@@ -220,7 +220,7 @@ def odds(where: Where, rates: str, lost: int, repair_s: float, as_json: bool, **
     plan, _ = cluster_of(where, **cluster)
     assumed = read_rates(rates)
     lost_max = min(lost, plan.hosts_count)
-    counted = survival_odds(plan.parts, plan.hosts_count, lost_max)
+    counted = survival_odds(plan.bonds, plan.hosts_count, lost_max)
     sampled = {n: _sampled(plan, n, each) for n, each in enumerate(counted) if not each.is_exact}
     found = loss_causes(plan, assumed, repair_s)
     if as_json:
@@ -257,20 +257,20 @@ def odds(where: Where, rates: str, lost: int, repair_s: float, as_json: bool, **
         console.print(f"Ranges hold 95 %: {SAMPLES:,} sets of lost hosts were drawn, too many share copies to count.")
 
 
-def loss_causes(plan: Plan, rates: Rates, repair_s: float) -> list[Cause]:
+def loss_causes(plan: PlacedHosts, rates: Rates, repair_s: float) -> list[Cause]:
     """Return the causes of loss; what is no model of them is an error of ours."""
     try:
-        return causes(plan.parts, plan.topology, rates, repair_s)
+        return causes(plan.bonds, plan.topology, rates, repair_s)
     except ValueError as error:
         raise ConfigError(f"{error}: lower --repair-s, or the rates", field="repair_s", value=repair_s) from error
 
 
-def _sampled(plan: Plan, lost: int, bound: Odds) -> tuple[float, float]:
-    drawn = sampled_odds(plan.parts, plan.hosts_count, lost, samples_count=SAMPLES, chance=random.Random(lost))
+def _sampled(plan: PlacedHosts, lost: int, bound: Odds) -> tuple[float, float]:
+    drawn = sampled_odds(plan.bonds, plan.hosts_count, lost, samples_count=SAMPLES, chance=random.Random(lost))
     return max(drawn[0], float(bound.chance)), drawn[1]
 
 
-def sentence(plan: Plan, counted: Sequence[Odds], found: Sequence[Cause]) -> str:
+def sentence(plan: PlacedHosts, counted: Sequence[Odds], found: Sequence[Cause]) -> str:
     """Return the answer in one sentence."""
     racks = plan.topology.domains(plan.level) if plan.level != "host" else {}
     where = f" in {plural(len(set(racks.values())), plan.level)}" if racks else ""
@@ -316,7 +316,7 @@ def share_text(chance: Fraction) -> str:
 
 
 def _odds_json(
-    plan: Plan, counted: Sequence[Odds], sampled: Mapping[int, tuple[float, float]], found: Sequence[Cause]
+    plan: PlacedHosts, counted: Sequence[Odds], sampled: Mapping[int, tuple[float, float]], found: Sequence[Cause]
 ) -> dict[str, Any]:
     rows = [
         {
@@ -339,7 +339,7 @@ def _odds_json(
     }
 
 
-def _bound(plan: Plan, lost: int) -> Fraction | None:
+def _bound(plan: PlacedHosts, lost: int) -> Fraction | None:
     """Return Gemini's bound; of parity there is none."""
     return None if plan.scheme.is_parity else corollary(plan.hosts_count, plan.terms.replicas, lost)
 
@@ -431,7 +431,7 @@ class Needs:
     recover_s: float
 
 
-def needs_of(plan: Plan, state_bytes: float, process_bytes: int, nic: float) -> Needs:
+def needs_of(plan: PlacedHosts, state_bytes: float, process_bytes: int, nic: float) -> Needs:
     """Return what a state takes of each host; `need_rows` has the formulas."""
     host_bytes = state_bytes / plan.hosts_count
     arena = _whole_gib(float(plan.scheme.memory(plan.terms.versions)) * host_bytes)
@@ -442,7 +442,7 @@ def needs_of(plan: Plan, state_bytes: float, process_bytes: int, nic: float) -> 
     return Needs(host_bytes, arena, _whole_gib(arena / VOLUME_SHARE), pod, redundant_s, repair_s, recover_s)
 
 
-def need_rows(plan: Plan, needs: Needs, process_bytes: int) -> list[tuple[str, str, str]]:
+def need_rows(plan: PlacedHosts, needs: Needs, process_bytes: int) -> list[tuple[str, str, str]]:
     """Return what is needed, how much, and the formula."""
     terms, scheme, put = plan.terms, plan.scheme, size_text(int(needs.host_bytes))
     arena, processes = size_text(needs.arena_bytes), size_text(process_bytes)

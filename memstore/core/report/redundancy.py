@@ -18,7 +18,7 @@ from memstore.core.cluster.text import plural
 from memstore.core.durable.departures import Departures
 from memstore.core.repair import RepairPushes
 from memstore.core.wire.status_rows import OddsRow, ShortStep, SurvivalRow
-from placement.odds import parts_of, survival_odds
+from placement.odds import bonds_of, survival_odds
 from placement.topology import HOST_LEVEL, Topology, levels_of, name_some
 from recovery.inventory import Copy, ShardId, StepId
 
@@ -212,7 +212,7 @@ def survival_rows(job: Job, live_hosts: Iterable[str], lost_max: int) -> list[Od
         parity = frozenset(min(hosts) for hosts in there if hosts)
         cases.add((frozenset(c.host for c in copies if not c.missing), parity, job.parity_copies(step, rank, live)))
     fatal = {own.union(more) for own, parity, count in cases for more in combinations(sorted(parity), count)}
-    odds = survival_odds(parts_of(fatal), len(live), min(lost_max, len(live)), states_max=STATES_MAX)
+    odds = survival_odds(bonds_of(fatal), len(live), min(lost_max, len(live)), states_max=STATES_MAX)
     return [OddsRow(lost, float(each.chance), is_exact and each.is_exact) for lost, each in enumerate(odds) if lost]
 
 

@@ -270,8 +270,7 @@ class StatusReport:
         return self.state.now - at_s if at_s is not None else None
 
     def _attempt(self, job: Job, attempt: Attempt) -> AttemptStatus:
-        newest, on_storage, recovery = job.newest_committed, job.newest_durable, attempt.recovery
-        placement, durable = self.view.placement(job), self.states.of(job.name)
+        newest, placement, durable = job.newest_committed, self.view.placement(job), self.states.of(job.name)
         looked = self._looked(job, attempt, newest) if newest is not None else Shards((), 0, {}, [], [], {}, {})
         return AttemptStatus(
             phase=attempt.phase,
@@ -279,8 +278,8 @@ class StatusReport:
             closed_s=self.state.now - attempt.closed_s if attempt.has_ended_well else None,
             training=training_status(self.state, job, attempt),
             generation=attempt.generation,
-            replaced=list(recovery.replaced) if recovery is not None else [],
-            recovery_s=dict(recovery.seconds) if recovery is not None else {},
+            replaced=list(attempt.recovery.replaced) if attempt.recovery is not None else [],
+            recovery_s=dict(attempt.recovery.seconds) if attempt.recovery is not None else {},
             world_size=attempt.world_size,
             ranks_alive=sum(s.is_alive and self.state.hosts.is_live(s.host_id) for s in attempt.members.values()),
             shards=max(attempt.shard_of, default=-1) + 1,
@@ -317,8 +316,8 @@ class StatusReport:
             warnings=list(placement.warnings) if placement is not None else [],
             unmet=_unmet_rows(placement) if placement is not None else [],
             durable=attempt.config.get("durable"),
-            durable_step=on_storage.step if on_storage is not None else None,
-            durable_seen_s=self._ago_s(durable.seen_s.get(on_storage) if on_storage is not None else None),
+            durable_step=job.newest_durable.step if job.newest_durable is not None else None,
+            durable_seen_s=self._ago_s(durable.seen_s.get(job.newest_durable) if job.newest_durable else None),
             durable_unseen=durable.unread or durable.lacks,
             durable_problem=durable.problem,
             durable_abandoned=durable.abandoned_count,

@@ -15,7 +15,7 @@ from msgspec.structs import replace as replaced
 
 from memstore.cli import main
 from memstore.cli.bill import Terms
-from memstore.cli.odds import Plan, arena_limits, even_topology, needs_of, once_text, paste_lines
+from memstore.cli.odds import PlacedHosts, arena_limits, even_topology, needs_of, once_text, paste_lines
 from memstore.config import GIB
 from memstore.core.report.redundancy import beyond_text, survival_rows
 from memstore.core.wire.status_rows import HostRow, HostStats, OddsRow
@@ -185,7 +185,7 @@ def test_how_often_is_said_in_years(per_year: float, text: str) -> None:
 
 def test_the_lines_to_paste_are_those_of_the_manifests() -> None:
     """The example of deploy/kubernetes, 2 GiB put per host beside 6 GiB of processes, has the same two numbers."""
-    plan = Plan.of(even_topology(4, None), Terms())
+    plan = PlacedHosts.of(even_topology(4, None), Terms())
     pasted = paste_lines(plan.terms, needs_of(plan, 8 * GIB, 6 * GIB, 1e9))
     cluster = yaml.safe_load((ROOT / "deploy/kubernetes/base/raycluster.yaml").read_text())
     pod = cluster["spec"]["workerGroupSpecs"][0]["template"]["spec"]
@@ -222,10 +222,10 @@ def test_the_limits_of_arenas_are_those_of_hosts_that_are_there() -> None:
 
 def test_the_placement_is_that_of_the_store_on_these_racks() -> None:
     """Parts of 2 copies with scatter=4 have no shape: their odds are bounded, and drawn ones are not below that."""
-    plan = Plan.of(even_topology(200, 4), Terms(scatter=4))
-    odds = survival_odds(plan.parts, 200, 4, states_max=0)
+    plan = PlacedHosts.of(even_topology(200, 4), Terms(scatter=4))
+    odds = survival_odds(plan.bonds, 200, 4, states_max=0)
     assert [each.is_exact for each in odds] == [True, True, True, False, False]
-    low, high = sampled_odds(plan.parts, 200, 4, samples_count=20_000, chance=random.Random(1))
+    low, high = sampled_odds(plan.bonds, 200, 4, samples_count=20_000, chance=random.Random(1))
     assert low < high
     assert float(odds[4].chance) < high
     assert plan.scheme == Scheme(1, 1)

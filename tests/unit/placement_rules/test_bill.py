@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from placement import Host, Topology, parts_of_placement, place, survival_odds
+from placement import Host, Topology, bonds_of_placement, place, survival_odds
 from placement.bill import SCHEMES, BillRow, Scheme, bill
 
 TWO_COPIES = Scheme(1, 1)
@@ -104,7 +104,7 @@ def test_copies_that_cannot_be_kept_apart_have_odds_all_the_same() -> None:
     assert rows_of(racks(2, 1))["2 copies"].unmet == ""
     row = rows_of(racks(5, 1))["2 copies"]
     assert row.unmet == "3 of 6 hosts have copies in one rack"
-    assert row.fatal[2] == 1 - survival_odds(parts_of_placement(place(racks(5, 1), replicas=2)), 6, 2)[2].chance
+    assert row.fatal[2] == 1 - survival_odds(bonds_of_placement(place(racks(5, 1), replicas=2)), 6, 2)[2].chance
 
 
 def test_odds_that_cannot_be_counted_are_not_known() -> None:

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement import (
+    Bond,
     Host,
     Odds,
-    Part,
     Placement,
     Topology,
-    parts_of,
-    parts_of_placement,
+    bonds_of,
+    bonds_of_placement,
     place,
     scattered,
     survival_odds,
@@ -40,7 +40,7 @@ def even(hosts_count: int, replicas: int, strategy: str = "mixed") -> Placement:
 
 def chances(placement: Placement, lost_max: int) -> list[Fraction]:
     """Return the odds of a placement, all of them exact."""
-    found = survival_odds(parts_of_placement(placement), len(placement.targets), lost_max)
+    found = survival_odds(bonds_of_placement(placement), len(placement.targets), lost_max)
     assert all(each.is_exact for each in found)
     return [each.chance for each in found]
 
@@ -123,7 +123,7 @@ def test_placements_equal_enumeration(hosts: int, copies: int, strategy: str) ->
 @settings(deadline=None, max_examples=200)
 def test_any_sets_equal_enumeration(fatal: list[frozenset[str]]) -> None:
     """Sets within sets, of different sizes, and of no host at all: as copies are after losses and repairs."""
-    found = survival_odds(parts_of(fatal), len(HOSTS), len(HOSTS))
+    found = survival_odds(bonds_of(fatal), len(HOSTS), len(HOSTS))
     assert found == [Odds(each, True) for each in enumerated(fatal, HOSTS)]
 
 
@@ -131,8 +131,8 @@ def test_any_sets_equal_enumeration(fatal: list[frozenset[str]]) -> None:
 @settings(deadline=None, max_examples=200)
 def test_a_bound_never_promises_too_much(fatal: list[frozenset[str]]) -> None:
     """Where the sets are too many to count the answer is at most the counted one, and equal where it says so."""
-    counted = survival_odds(parts_of(fatal), len(HOSTS), len(HOSTS))
-    bounded = survival_odds(parts_of(fatal), len(HOSTS), len(HOSTS), states_max=0)
+    counted = survival_odds(bonds_of(fatal), len(HOSTS), len(HOSTS))
+    bounded = survival_odds(bonds_of(fatal), len(HOSTS), len(HOSTS), states_max=0)
     for exact, bound in zip(counted, bounded, strict=True):
         assert bound.chance == exact.chance if bound.is_exact else bound.chance <= exact.chance
 
@@ -145,9 +145,9 @@ def test_odds_of_groups_equal_enumeration(sizes: list[int], tolerated: int) -> N
     groups = [frozenset(f"{group}.{at}" for at in range(size)) for group, size in enumerate(sizes)]
     hosts = [*sorted(frozenset().union(*groups)), "alone"]
     fatal = [frozenset(each) for group in groups for each in combinations(sorted(group), tolerated + 1)]
-    found = survival_odds([Part(group, tolerated) for group in groups], len(hosts), len(hosts))
+    found = survival_odds([Bond(group, tolerated) for group in groups], len(hosts), len(hosts))
     assert [each.chance for each in found] == enumerated(fatal, hosts)
-    assert survival_odds(parts_of(fatal), len(hosts), len(hosts)) == found
+    assert survival_odds(bonds_of(fatal), len(hosts), len(hosts)) == found
 
 
 @pytest.mark.parametrize(("replicas", "scatter"), [(2, 1), (2, 2), (2, 3), (3, 2)])
@@ -172,7 +172,7 @@ def test_a_long_ring_is_counted_as_its_closed_form_says() -> None:
 )
 def test_odds_of_groups_of_120_hosts(width: int, tolerated: int, lost: int, fatal: str) -> None:
     """Pairs, 4+1 and 9+1 with two hosts lost; 8+2 and three copies with three. In percent."""
-    groups = [Part(frozenset(f"{group}.{at}" for at in range(width)), tolerated) for group in range(120 // width)]
+    groups = [Bond(frozenset(f"{group}.{at}" for at in range(width)), tolerated) for group in range(120 // width)]
     assert f"{float(100 * (1 - survival_odds(groups, 120, lost)[lost].chance)):.3g}" == str(float(fatal))
 
 
@@ -180,7 +180,7 @@ def test_odds_of_groups_of_120_hosts(width: int, tolerated: int, lost: int, fata
 def test_more_lost_than_there_are_is_refused(lost: int) -> None:
     """Out of range: a ValueError with the numbers."""
     with pytest.raises(ValueError, match=f"lost_max is {lost}, must be between 0 and the 4 hosts"):
-        survival_odds(parts_of_placement(even(4, 2)), 4, lost)
+        survival_odds(bonds_of_placement(even(4, 2)), 4, lost)
 
 
 # -- drawn --------------------------------------------------------------------------------------------
@@ -188,10 +188,10 @@ def test_more_lost_than_there_are_is_refused(lost: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_drawn_odds_hold_the_counted_ones(seed: int) -> None:
-    """Groups, a part without a shape and hosts without bytes; the seeds are fixed, so 95 % is all of these."""
-    parts = [*parts_of([frozenset("ab"), frozenset("bc"), frozenset("cde")]), Part(frozenset("fgh"), 1)]
-    for lost, each in enumerate(survival_odds(parts, 12, 6)):
-        low, high = sampled_odds(parts, 12, lost, samples_count=2000, chance=random.Random(seed))
+    """Groups, a bond without a shape and hosts without bytes; the seeds are fixed, so 95 % is all of these."""
+    bonds = [*bonds_of([frozenset("ab"), frozenset("bc"), frozenset("cde")]), Bond(frozenset("fgh"), 1)]
+    for lost, each in enumerate(survival_odds(bonds, 12, 6)):
+        low, high = sampled_odds(bonds, 12, lost, samples_count=2000, chance=random.Random(seed))
         assert low - 0.01 <= each.chance <= high + 0.01
         assert high - low < 0.05
 
@@ -214,7 +214,7 @@ def test_losses_of_hosts_equal_those_of_all_states(data: st.DataObject, fatal: l
         chance = prod(1 - away if is_there else away for is_there in there)
         fatal_next = sum(any(each <= lost | {host} for each in fatal) for host in set("abcdef") - lost)
         expected += chance * fatal_next * rates.host_losses_per_s * YEAR_S
-    (found,) = causes(parts_of(fatal), Topology.of(map(Host, "abcdef")), rates, repair_s)
+    (found,) = causes(bonds_of(fatal), Topology.of(map(Host, "abcdef")), rates, repair_s)
     assert found.losses_per_year == pytest.approx(expected, rel=1e-4, abs=1e-15)
     assert found.is_exact
 
@@ -244,7 +244,7 @@ def test_losses_of_racks_equal_those_of_all_states(racks: tuple[str, ...], fatal
             if is_there and any(each <= lost | hosts for each in fatal):
                 expected += chance * rate * YEAR_S
     hosts = [Host(host, {"rack": rack} if rack else {}) for host, rack in zip("abcdef", racks, strict=True)]
-    found = causes(parts_of(fatal), Topology.of(hosts), rates, 3600.0)
+    found = causes(bonds_of(fatal), Topology.of(hosts), rates, 3600.0)
     assert [each.level for each in found] == ["host", *(["rack"] if members else [])]
     assert sum(each.losses_per_year for each in found) == pytest.approx(expected, rel=0.01, abs=1e-12)
 
@@ -256,7 +256,7 @@ def test_what_copies_over_racks_do_not_survive_is_seen() -> None:
     for feed_of in (apart, together):
         labels = [{"rack": f"r{n // 4}", "power": feed_of[f"r{n // 4}"]} for n in range(16)]
         topology = Topology.of((Host(f"h{n:02d}", each) for n, each in enumerate(labels)), ("rack",))
-        found = causes(parts_of_placement(place(topology, replicas=2)), topology, PRESETS["rsc"], 60.0)
+        found = causes(bonds_of_placement(place(topology, replicas=2)), topology, PRESETS["rsc"], 60.0)
         alone[feed_of is apart] = {each.level: each.fatal_alone for each in found}
         power = next(each for each in found if each.level == "power")
         if feed_of is together:

@@ -16,8 +16,8 @@ from placement import (
     Host,
     Placement,
     Topology,
+    bonds_of_placement,
     is_finer,
-    parts_of_placement,
     place,
     rebalance,
     scattered,
@@ -321,7 +321,7 @@ def test_odds_of_a_large_cluster_that_loses_as_many_hosts_as_there_are_copies() 
     """As docs/operate/deploy.md shows them: k times the fatal pairs."""
     for scatter, fatal in ((1, 64), (2, 128), (4, 256)):
         placed = scattered(None, racks(128, 8), replicas=2, scatter=scatter)
-        odds = survival_odds(parts_of_placement(placed), 128, 4)
+        odds = survival_odds(bonds_of_placement(placed), 128, 4)
         assert odds[2].chance == 1 - Fraction(fatal, 8128)
     assert [each.is_exact for each in odds] == [True] * 3 + [False] * 2  # too many share copies to count four of them
 
