@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from placement.groups import Placement, ReplicaGroup, Strategy, Unmet, place
-from placement.odds import group_odds, survival_odds
+from placement.odds import Bond, Odds, bonds_of, bonds_of_placement, survival_odds
 from placement.rebalance import Move, Rebalanced, rebalance
 from placement.scatter import scattered
 from placement.topology import Host, SpreadLevel, Topology, is_finer, spread_level
 
 __all__ = [
+    "Bond",
     "Host",
     "Move",
+    "Odds",
     "Placement",
     "Rebalanced",
     "ReplicaGroup",
@@ -18,7 +20,8 @@ __all__ = [
     "Strategy",
     "Topology",
     "Unmet",
-    "group_odds",
+    "bonds_of",
+    "bonds_of_placement",
     "is_finer",
     "place",
     "rebalance",

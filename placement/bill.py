@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from placement.groups import Placement, Strategy
-from placement.odds import group_odds, survival_odds
+from placement.groups import Strategy
+from placement.odds import Bond, bonds_of_placement, survival_odds
+from placement.parity_sets import parity_groups
 from placement.scatter import scattered
 from placement.topology import HOST_LEVEL, Topology, spread_level
 
@@ -88,26 +89,20 @@ def bill(
     for scheme in sorted({*SCHEMES, configured}, key=lambda each: (each.is_parity, each.spare, each.data)):
         level = spread_level(topology, scheme.spare + 1).level
         domains = topology.domains(level)
-        unmet, copies, sources = _unmet(scheme, level, domains), None, scheme.data if scheme.is_parity else scheme.spare
-        if not scheme.is_parity and not unmet:
+        unmet, sources = _unmet(scheme, level, domains), scheme.data if scheme.is_parity else scheme.spare
+        fatal: dict[int, Fraction | None] = dict.fromkeys(LOST)
+        if scheme.is_parity and not unmet:
+            groups = parity_groups(topology, level, scheme.data, scheme.spare)
+            fatal = _fatal([Bond(frozenset(group), scheme.spare) for group in groups], len(domains))
+        elif not unmet:
             copies = scattered(None, topology, replicas=scheme.width, strategy=strategy, scatter=scatter)
             sources = max(map(len, copies.merged().values()))
             together = {each.owner for placed in copies.placements for each in placed.unmet}
             unmet = f"{len(together)} of {len(domains)} hosts have copies in one {level}" if together else ""
-        sizes = group_sizes(len(topology.hosts), scheme.width) if scheme.is_parity and not unmet else []
-        fatal = {lost: _fatal(copies, sizes, scheme.spare, lost) for lost in LOST}
+            fatal = _fatal(bonds_of_placement(copies), len(domains))
         memory = scheme.memory(versions)
         rows.append(BillRow(scheme, memory, scheme.spare, sources, level, unmet, fatal))
     return rows
-
-
-def group_sizes(hosts_count: int, width: int) -> list[int]:
-    """Return the sizes of as many groups of at least `width` hosts as there can be, as equal as can be; [] if none.
-
-    No group has 2 x width hosts or more. Domains of no more hosts than there are groups can be kept apart.
-    """
-    groups_count = hosts_count // width
-    return [(hosts_count + at) // groups_count for at in range(groups_count)]
 
 
 def _unmet(scheme: Scheme, level: str, domains: Mapping[str, str]) -> str:
@@ -120,11 +115,7 @@ def _unmet(scheme: Scheme, level: str, domains: Mapping[str, str]) -> str:
     return f"one {noun} has {fullest} hosts, {most} fit" if scheme.is_parity and fullest > most else ""
 
 
-def _fatal(copies: Placement | None, sizes: list[int], tolerated: int, lost_count: int) -> Fraction | None:
-    """Return the chance that so many lost hosts take bytes with them: of copies, of parity groups, or None."""
-    try:
-        if copies is not None:
-            return 1 - survival_odds(copies, lost_count)
-        return 1 - group_odds(sizes, tolerated, lost_count) if sizes else None
-    except ValueError:  # more hosts than there are, or more than can be counted share copies in no regular shape
-        return None
+def _fatal(bonds: list[Bond], hosts_count: int) -> dict[int, Fraction | None]:
+    """Return the chances that so many lost hosts take bytes with them; None where there are fewer, or it is a bound."""
+    odds = survival_odds(bonds, hosts_count, min(hosts_count, max(LOST)))
+    return {lost: 1 - odds[lost].chance if lost < len(odds) and odds[lost].is_exact else None for lost in LOST}

@@ -1,100 +1,209 @@
-"""What are the odds that k hosts lost at once destroy some shard: exact (d.2).
+"""What are the odds that k hosts lost at once destroy some shard: counted, in whole numbers (d.2).
 
-Losses are independent and uniform here: every set of k hosts is equally likely. A rack going
-dark is not in this model; that is what separation over failure domains is for.
+Losses are independent and uniform here: every set of k hosts is equally likely. `losses.py` has racks that go dark.
 Pure: no torch, ray, socket, clock, environment or file access. Read README.md for the maths.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+import random
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-from math import comb
+from itertools import combinations
+from math import comb, sqrt
 
-from placement.groups import Placement, components_of, group_of
+from placement.groups import Placement
 
-IRREGULAR_HOSTS_MAX = 24  # hosts in one component that is neither group nor ring: 2**24 sets at worst
+STATES_MAX = 100_000  # looked at while the harmless sets of one bond are counted: half a second at most
+Z_95 = 1.96  # standard deviations that hold 95 % of a normal distribution
+
+# -- bonds --------------------------------------------------------------------------------------------
 
 
-def survival_odds(placement: Placement, lost_count: int) -> Fraction:
-    """Return the chance that every shard keeps a copy when `lost_count` random hosts are lost.
+@dataclass(frozen=True, slots=True)
+class Bond:
+    """Hosts that keep bytes for one another, and which of them may not be lost together.
 
-    Hosts that share no copies survive independently of one another, so the numbers of harmless
-    sets multiply like polynomials: sum over j of (harmless sets of j hosts) x**j, per component.
-    If no more hosts are lost than the least number of copies, each set of them holds at most one
-    fatal set, and these are counted. Groups and rings have series of their own; components of other
-    shapes (after `rebalance`, or pairs redirected for lack of room) are counted, if small.
+    Any more than `tolerated` of them, or where `fatal` is not empty all the hosts of one of these sets.
+    """
+
+    hosts: frozenset[str]
+    tolerated: int = 0
+    fatal: frozenset[frozenset[str]] = frozenset()
+
+    def kills(self, lost: frozenset[str]) -> bool:
+        """Return whether this loss takes bytes with it."""
+        if self.fatal:
+            return any(each <= lost for each in self.fatal)
+        return len(self.hosts & lost) > self.tolerated
+
+    def without(self, lost: frozenset[str]) -> list[Bond]:
+        """Return what may not be lost any more after `lost`."""
+        if self.fatal:
+            return bonds_of(each - lost for each in self.fatal)
+        return [Bond(self.hosts - lost, self.tolerated - len(self.hosts & lost))]
+
+    def of_domains(self, domain: Mapping[str, str]) -> Iterable[frozenset[str]]:
+        """Yield the sets of failure domains that may not be lost together, given those of hosts that are in one."""
+        if self.fatal:
+            yield from (frozenset(domain[host] for host in each) for each in self.fatal if each <= domain.keys())
+            return
+        names = sorted(domain[host] for host in self.hosts if host in domain)
+        if len(set(names)) == len(names):
+            yield from map(frozenset, combinations(names, max(0, self.tolerated + 1)))
+            return
+        members = Counter(names)
+        for count in range(1, self.tolerated + 2):
+            for domains in combinations(sorted(members), count):
+                if sum(members[each] for each in domains) > self.tolerated:
+                    yield frozenset(domains)
+
+
+def bonds_of(fatal: Iterable[frozenset[str]]) -> list[Bond]:
+    """Return the bonds that sets of hosts make, each of which has all that there is of some bytes.
+
+    Complexity: linear in the hosts of all sets, if no set has another one within it.
+    """
+    sets = _minimal(fatal)
+    parent = {host: host for each in sets for host in each}
+
+    def root(host: str) -> str:
+        while parent[host] != host:
+            parent[host] = parent[parent[host]]
+            host = parent[host]
+        return host
+
+    for each in sets:
+        first, *rest = each or ("",)
+        for host in rest:
+            parent[root(host)] = root(first)
+    together: dict[str, set[frozenset[str]]] = defaultdict(set)
+    for each in sets:
+        together[root(next(iter(each))) if each else ""].add(each)
+    found = []
+    for of_bond in together.values():
+        hosts, sizes = frozenset[str]().union(*of_bond), {len(each) for each in of_bond}
+        is_any = len(sizes) == 1 and len(of_bond) == comb(len(hosts), *sizes)
+        found.append(Bond(hosts, min(sizes) - 1) if is_any else Bond(hosts, 0, frozenset(of_bond)))
+    return found
+
+
+def bonds_of_placement(placement: Placement) -> list[Bond]:
+    """Return the bonds of copies: the hosts with all copies of some shard may not be lost together."""
+    return bonds_of(frozenset((owner, *held)) for each in placement.placements for owner, held in each.targets.items())
+
+
+def _minimal(sets: Iterable[frozenset[str]]) -> frozenset[frozenset[str]]:
+    """Return the sets that have no other one within them."""
+    ordered = sorted(set(sets), key=len)
+    if not ordered or len(ordered[0]) == len(ordered[-1]):
+        return frozenset(ordered)
+    if not ordered[0]:
+        return frozenset(ordered[:1])
+    found: dict[str, list[frozenset[str]]] = defaultdict(list)
+    for each in ordered:
+        if not any(within <= each for host in each for within in found[host]):
+            for host in each:
+                found[host].append(each)
+    return frozenset(each for of_host in found.values() for each in of_host)
+
+
+# -- odds ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Odds:
+    """The chance that every shard is still there; `is_exact` is False where it is at least that."""
+
+    chance: Fraction
+    is_exact: bool
+
+
+def survival_odds(
+    bonds: Sequence[Bond], hosts_count: int, lost_max: int, *, states_max: int = STATES_MAX
+) -> list[Odds]:
+    """Return the chance that every shard is still there after 0, 1, ... `lost_max` random hosts are lost.
+
+    Parts survive independently of one another, so the numbers of harmless sets multiply like polynomials: sum over j of
+    (harmless sets of j hosts) x**j. Where a bond has no shape and too many hosts to count its sets, they are bounded
+    from below: the sets that hold a fatal one are added up, as if no set held two. That is exact up to the size of the
+    smallest.
 
     Args:
-        placement: `targets` is what counts, and those of all placements beside it; `groups` is not consulted.
-        lost_count: Hosts lost together, 0 <= lost_count <= number of hosts.
-
-    Returns:
-        An exact fraction in [0, 1]; 1 while lost_count < the least number of copies.
-
-    Raises:
-        ValueError: lost_count is out of range, or an irregular component has more than
-            IRREGULAR_HOSTS_MAX hosts and more hosts are lost than the least number of copies.
-
-    Complexity: O(hosts x copies) for the fatal sets; else O(k**2) big-number operations for each
-        ring or irregular component, and O(k**2 log groups) for the groups of one size.
-    Source: the ring count is the cycle lemma on gaps between survivors; the product is ours.
-    """
-    hosts_count = len(placement.targets)
-    _check(hosts_count, lost_count)
-    fatal = fatal_sets(placement)
-    if fatal and lost_count <= min(map(len, fatal)):
-        return 1 - Fraction(sum(len(each) == lost_count for each in fatal), comb(hosts_count, lost_count))
-    total = [1] + [0] * lost_count
-    group_sizes: Counter[int] = Counter()
-    for members in components_of(placement.merged()):
-        shape = group_of(members, placement.targets) if not placement.scattered else None
-        if shape is not None and shape.kind == "group":
-            group_sizes[len(members)] += 1
-        elif shape is not None:
-            total = _product(total, _ring_series(len(members), len(placement.targets[members[0]]) + 1, lost_count))
-        else:
-            total = _product(total, _irregular_series(members, placement, lost_count))
-    for size, count in sorted(group_sizes.items()):
-        total = _product(total, _groups_series(size, count, size - 1, lost_count))
-    return Fraction(total[lost_count], comb(hosts_count, lost_count))
-
-
-def group_odds(sizes: Iterable[int], tolerated: int, lost_count: int) -> Fraction:
-    """Return the chance that no group loses more than `tolerated` hosts when `lost_count` random hosts are lost.
-
-    Args:
-        sizes: Hosts of each group; no host is in two.
-        tolerated: Hosts that each group may lose: p of parity over k + p hosts, m - 1 of m copies.
-        lost_count: Hosts lost together, 0 <= lost_count <= sum of the sizes.
+        bonds: Each host is in one at most.
+        hosts_count: All hosts that may be lost, equally likely.
+        lost_max: 0 <= lost_max <= hosts_count.
+        states_max: Steps of counting for each bond without a shape; one that takes more is bounded.
 
     Raises:
-        ValueError: lost_count is out of range.
+        ValueError: lost_max is out of range.
 
-    Complexity: O(lost_count**2 log groups) big-number operations for the groups of each size.
-    Source: ours.
+    Complexity: O(lost_max**2 log bonds) big-number operations for the bonds of each shape; for each bond without a
+        shape `states_max` steps, or O(sets).
+    Source: ours; the bound is Gemini's corollary (SOSP 2023), for any shape.
     """
-    counts = Counter(sizes)
-    hosts_count = sum(size * count for size, count in counts.items())
-    _check(hosts_count, lost_count)
-    total = [1] + [0] * lost_count
-    for size, count in sorted(counts.items()):
-        total = _product(total, _groups_series(size, count, tolerated, lost_count))
-    return Fraction(total[lost_count], comb(hosts_count, lost_count))
+    if not 0 <= lost_max <= hosts_count:
+        raise ValueError(f"lost_max is {lost_max}, must be between 0 and the {hosts_count} hosts placed")
+    total, exact_to, in_bonds = [1] + [0] * lost_max, lost_max, 0
+    shapes: Counter[tuple[int, int]] = Counter()
+    for bond in bonds:
+        in_bonds += len(bond.hosts)
+        if not bond.fatal:
+            shapes[len(bond.hosts), bond.tolerated] += 1
+            continue
+        smallest = min(map(len, bond.fatal))
+        series = _counted(bond, lost_max, states_max) if lost_max > smallest else None
+        exact_to = exact_to if series else min(exact_to, smallest)
+        total = _product(total, series or _bounded(bond, lost_max))
+    for (size, tolerated), count in sorted(shapes.items()):
+        total = _product(total, _shape_series(size, count, tolerated, lost_max))
+    total = _product(total, [comb(hosts_count - in_bonds, lost) for lost in range(lost_max + 1)])
+    return [Odds(Fraction(n, comb(hosts_count, lost)), lost <= exact_to) for lost, n in enumerate(total)]
 
 
-def fatal_sets(placement: Placement) -> set[frozenset[str]]:
-    """Return the sets of hosts with all copies of some shard."""
-    return {frozenset((owner, *held)) for each in placement.placements for owner, held in each.targets.items()}
+def sampled_odds(
+    bonds: Sequence[Bond], hosts_count: int, lost_count: int, *, samples_count: int, chance: random.Random
+) -> tuple[float, float]:
+    """Return between which chances every shard is still there, with 95 % confidence, by drawing sets of lost hosts.
+
+    Complexity: O(samples x lost hosts x fatal sets of one host).
+    Source: Wilson's score interval (1927).
+    """
+    hosts = [(host, bond) for bond in bonds for host in bond.hosts]
+    of_host = {
+        host: Bond(bond.hosts, 0, frozenset(each for each in bond.fatal if host in each)) if bond.fatal else bond
+        for host, bond in hosts
+    }
+    kept = 0
+    for _ in range(samples_count):
+        lost = frozenset(hosts[at][0] for at in chance.sample(range(hosts_count), lost_count) if at < len(hosts))
+        kept += not any(of_host[host].kills(lost) for host in lost)
+    share, spread = kept / samples_count, Z_95**2 / samples_count
+    middle, half = share + spread / 2, sqrt(share * (1 - share) * spread + spread**2 / 4)
+    return (middle - half) / (1 + spread), (middle + half) / (1 + spread)
 
 
-def _check(hosts_count: int, lost_count: int) -> None:
-    if not 0 <= lost_count <= hosts_count:
-        raise ValueError(f"lost_count is {lost_count}, must be between 0 and the {hosts_count} hosts placed")
+def corollary(hosts_count: int, replicas: int, lost_count: int) -> Fraction | None:
+    """Return Gemini's bound for copies in groups, 1 - (N/m) C(N-m, k-m) / C(N, k), 1 for k < m; None if m bonds N not.
+
+    Source: Wang et al., "Gemini", SOSP 2023, corollary 1.
+    """
+    groups_count, rest = divmod(hosts_count, replicas)
+    if rest or lost_count > hosts_count:
+        return None
+    if lost_count < replicas:
+        return Fraction(1)
+    fatal = groups_count * comb(hosts_count - replicas, lost_count - replicas)
+    return max(Fraction(0), 1 - Fraction(fatal, comb(hosts_count, lost_count)))
 
 
-def _groups_series(size: int, count: int, tolerated: int, degree: int) -> list[int]:
+# -- series -------------------------------------------------------------------------------------------
+# Per number of hosts lost, in how many ways that is harmless.
+
+
+def _shape_series(size: int, count: int, tolerated: int, degree: int) -> list[int]:
     """Return the coefficients of ((1+x)**size without terms above x**tolerated)**count: each loses no more than that.
 
     The power is the product of the squares that the bits of `count` name.
@@ -109,57 +218,65 @@ def _groups_series(size: int, count: int, tolerated: int, degree: int) -> list[i
     return series
 
 
-def _ring_series(hosts_count: int, replicas: int, degree: int) -> list[int]:
-    """Return, per number lost, the sets without `replicas` lost hosts in a row on the circle.
+def _counted(bond: Bond, degree: int, states_max: int) -> list[int] | None:
+    """Return the series of a bond without a shape, or None if there are more than `states_max` states.
 
-    Cut the circle at a survivor: the n - k survivors leave n - k gaps of at most m - 1 lost
-    hosts that sum to k. Each circular arrangement is met once per survivor it may be cut at,
-    and there are n rotations, hence the factor n / (n - k).
+    Hosts are decided one after the other, neighbours together. What matters then of those decided are the lost ones in
+    sets that are still open, and how many are lost in all: a ring of any length has few such states.
     """
-    series = []
-    for lost in range(degree + 1):
-        kept = hosts_count - lost
-        if kept <= 0:
-            series.append(0)
-            continue
-        fillings = sum(
-            (-1) ** over * comb(kept, over) * comb(lost - over * replicas + kept - 1, kept - 1)
-            for over in range(min(kept, lost // replicas) + 1)
-        )
-        series.append(hosts_count * fillings // kept)
+    order = {host: at for at, host in enumerate(_neighbours_together(bond))}
+    closing: dict[int, list[int]] = defaultdict(list)
+    last_of = [0] * len(order)  # where the last set of a host ends
+    for each in bond.fatal:
+        at = max(order[host] for host in each)
+        closing[at].append(sum(1 << order[host] for host in each))
+        for host in each:
+            last_of[order[host]] = max(last_of[order[host]], at)
+    ends: dict[int, int] = defaultdict(int)
+    for at, last in enumerate(last_of):
+        ends[last] |= 1 << at
+    states, looked = {(0, 0): 1}, 0
+    for at in range(len(order)):
+        looked += len(states)
+        if looked > states_max:
+            return None
+        found: dict[tuple[int, int], int] = defaultdict(int)
+        for (mask, lost), ways in states.items():
+            found[mask & ~ends[at], lost] += ways
+            more = mask | 1 << at
+            if lost < degree and not any(each & more == each for each in closing[at]):
+                found[more & ~ends[at] if lost + 1 < degree else 0, lost + 1] += ways
+        states = found
+    series = [0] * (degree + 1)
+    for (_, lost), ways in states.items():
+        series[lost] += ways
     return series
 
 
-def _irregular_series(members: Sequence[str], placement: Placement, degree: int) -> list[int]:
-    if len(members) > IRREGULAR_HOSTS_MAX:
-        raise ValueError(
-            f"{len(members)} hosts share copies in a shape that is neither group nor ring; exact odds are counted "
-            f"up to {IRREGULAR_HOSTS_MAX} such hosts; compute a new placement, or sample the odds"
-        )
-    index = {host: at for at, host in enumerate(members)}
-    fatal = {
-        sum(1 << index[host] for host in (owner, *each.targets[owner]))
-        for each in placement.placements
-        for owner in members
-    }
-    series = _harmless(frozenset(fatal), len(members))
-    return (series + [0] * (degree + 1))[: degree + 1]
+def _neighbours_together(bond: Bond) -> list[str]:
+    """Return a bond's hosts, those near one another in sets close together."""
+    sets_of: dict[str, list[frozenset[str]]] = defaultdict(list)
+    for each in sorted(map(sorted, bond.fatal)):
+        for host in each:
+            sets_of[host].append(frozenset(each))
+    found: dict[str, None] = {}
+    queue = deque([min(sets_of, key=lambda host: (len(sets_of[host]), host))])
+    while queue:
+        host = queue.popleft()
+        if host not in found:
+            found[host] = None
+            queue.extend(near for each in sets_of[host] for near in sorted(each) if near not in found)
+    return [*found, *sorted(bond.hosts - found.keys())]
 
 
-def _harmless(fatal: Collection[int], free_count: int) -> list[int]:
-    """Count, per size, the subsets of `free_count` hosts that contain no fatal set (bit masks).
-
-    Decide the host that most fatal sets name: kept, its sets are harmless; lost, they shrink.
-    """
-    if not fatal:
-        return [comb(free_count, size) for size in range(free_count + 1)]
-    if 0 in fatal:
-        return [0] * (free_count + 1)
-    named = Counter(bit for mask in fatal for bit in range(mask.bit_length()) if mask >> bit & 1)
-    pivot = 1 << min(named, key=lambda bit: (-named[bit], bit))
-    kept = _harmless(frozenset(mask for mask in fatal if not mask & pivot), free_count - 1)
-    lost = _harmless(frozenset(mask & ~pivot for mask in fatal), free_count - 1)
-    return [a + b for a, b in zip([*kept, 0], [0, *lost], strict=True)]
+def _bounded(bond: Bond, degree: int) -> list[int]:
+    """Return at most the series of a bond without a shape."""
+    count, sizes = len(bond.hosts), Counter(map(len, bond.fatal))
+    series = []
+    for lost in range(degree + 1):
+        harmful = sum(sets * comb(count - size, lost - size) for size, sets in sizes.items() if size <= lost)
+        series.append(max(0, comb(count, lost) - harmful))
+    return series
 
 
 def _product(left: Sequence[int], right: Sequence[int]) -> list[int]:

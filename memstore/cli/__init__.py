@@ -22,6 +22,7 @@ from memstore.cli import (
     jobs,
     lifecycle,
     metrics,
+    odds,
     offline,
     page,
     plan,
@@ -148,7 +149,7 @@ def completion(ctx: click.Context, shell: str) -> None:
     click.echo(made(ctx.find_root().command, {}, "memstore", "_MEMSTORE_COMPLETE").source())
 
 
-for _module in (lifecycle, doctor, status, page, events, timeline, jobs, plan, verify, metrics, exchange, offline):
+for _module in (lifecycle, doctor, status, page, events, timeline, jobs, plan, odds, verify, metrics, exchange, offline):
     for _verb in _module.VERBS:
         main.add_command(_verb)
 for _verb in (rehearse, completion):

@@ -127,7 +127,7 @@ def test_another_wire_version_is_refused_before_anything_is_touched(
         lambda nodes: {h: Build("0.3.0", {**b.formats, "wire": 99}) for h, b in real(nodes).items()},
     )
     words = run(cluster, code=1)["error"]["message"]
-    assert "memstore 0.3.0 is installed on h1, 0.2.0 runs there: wire format 17 becomes 99" in words
+    assert "memstore 0.3.0 is installed on h1, 0.2.0 runs there: wire format 18 becomes 99" in words
     assert f"then `memstore down --store {cluster.config.store}`" in words
     assert processes(cluster) == before
 

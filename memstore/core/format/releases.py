@@ -13,7 +13,7 @@ from memstore.distribution import VERSION
 
 RELEASES: Mapping[str, Mapping[str, int]] = {
     "0.2.0": {
-        "wire": 17,  # what processes send one another; also what holder and controller are started with
+        "wire": 18,  # what processes send one another; also what holder and controller are started with
         "arena": 3,  # the slot table, and all else in a host's folder: manifests and the layouts in them
         "journal": 10,
         "manifest": 1,

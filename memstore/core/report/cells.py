@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from memstore.core.cluster.text import age_text, lost_text, plural, size_text
 from memstore.core.cluster.text import ranks_text as named_ranks
 from memstore.core.report.problems import drain_text, is_over_limit
+from memstore.core.report.redundancy import beyond_text
 from memstore.core.wire.codec import fields_of
 from memstore.core.wire.replies import Plan
 from memstore.core.wire.status_rows import AttemptStatus, HostRow, JobRow, LaunchRow, ProblemRow, SurvivalRow
@@ -34,7 +35,7 @@ def job_cells(jobs: list[JobRow], launches: list[LaunchRow]) -> list[tuple[str, 
                 "nothing yet" if step is None else f"{step:,} ({age_text(newest.committed_s)} ago)",
                 at_risk(newest) if is_open else "-",
                 "-" if step is None else copies_text(newest),
-                "-" if step is None else survives_text(newest.survives),
+                "-" if step is None else survives_text(newest.survives) + beyond_text(newest.odds),
                 durable_text(newest),
             )
         )

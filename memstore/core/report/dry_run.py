@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from itertools import combinations
 
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.checks import DurableLooks
 from memstore.core.durable.states import DurableStates
-from memstore.core.report.redundancy import survival_odds
+from memstore.core.report.redundancy import survival_rows
 from memstore.core.report.timeline import gone_rows, gone_steps
 from memstore.core.restore.single_read import job_of, newest_attempt
 from memstore.core.wire.calls import AskPlan
 from memstore.core.wire.replies import Plan
-from memstore.core.wire.status_rows import BytesByTier, OddsRow, RejectedStep, TransferRow
+from memstore.core.wire.status_rows import BytesByTier, RejectedStep, TransferRow
 from recovery.inventory import StepId
 from recovery.parity import set_of, summand_spec
 from recovery.planner import RecoveryPlan, relaunch, what_if
@@ -80,7 +79,7 @@ class DryRuns:
                 rejected=[RejectedStep(r.step.attempt, r.step.step, r.reason) for r in result.rejected[:20]],
                 gone=gone_rows(job, result.gone),
                 unlisted=self.looks.unlisted(job),
-                odds=self._odds(job, attempt.replicas),
+                odds=survival_rows(job, self.state.hosts.live_ids(), attempt.replicas + 1),
             ),
         )
 
@@ -115,23 +114,6 @@ class DryRuns:
             world_size=world_size,
             rank_hosts={rank: members.get(rank, hosts[rank % len(hosts)]) for rank in range(world_size)},
         )
-
-    def _odds(self, job: Job, replicas: int) -> list[OddsRow]:
-        """Return rows of the newest committed step: hosts lost at once, chance that no shard is lost, is it exact."""
-        step, hosts = job.newest_committed, self.state.hosts.live_ids()
-        if step is None:
-            return []
-        fatal = [each for rank in range(job.commits[step].world_size) for each in self._fatal(job, step, rank, hosts)]
-        found = [(lost, survival_odds(fatal, hosts, lost)) for lost in range(1, replicas + 2)]
-        return [OddsRow(lost, odds.chance, odds.is_exact) for lost, odds in found if odds is not None]
-
-    @staticmethod
-    def _fatal(job: Job, step: StepId, rank: int, hosts: Collection[str]) -> list[list[str]]:
-        """Return sets of hosts that take chunks of a shard along: all with a copy, and enough with its parity."""
-        copies = job.copies.get(step, {}).get(rank, {})
-        own = [h for h, c in copies.items() if h in hosts and not c.missing]
-        parity = [host for host in job.parity_members(step, rank)[1:] if host in hosts]
-        return [[*own, *hosts] for hosts in combinations(parity, job.parity_copies(step, rank))]
 
 
 def _fed(job: Job, step: StepId, brought: Iterable[Transfer], there: Collection[str]) -> list[TransferRow]:

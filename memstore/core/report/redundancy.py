@@ -8,22 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import combinations
-from math import comb
 
 from msgspec import structs
 
 from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import ClusterState
+from memstore.core.cluster.text import plural
 from memstore.core.durable.departures import Departures
 from memstore.core.repair import RepairPushes
-from memstore.core.wire.status_rows import ShortStep, SurvivalRow
+from memstore.core.wire.status_rows import OddsRow, ShortStep, SurvivalRow
+from placement.odds import bonds_of, survival_odds
 from placement.topology import HOST_LEVEL, Topology, levels_of, name_some
 from recovery.inventory import Copy, ShardId, StepId
 
 LOOK_S = 1.0  # how often jobs are counted through
 ROWS_MAX = 32  # steps named in one event
+STATES_MAX = 5_000  # counted for odds: the controller must not be busy for long
 
 
 @dataclass(slots=True)
@@ -155,17 +156,6 @@ class RedundancyMonitor:
 # The losses that the present copies survive, counted from the copies that exist, not from the planned ones (R18).
 
 
-COUNTED_SETS_MAX = 20_000  # loss sets looked at for one answer: the controller must not be busy for long
-
-
-@dataclass(frozen=True, slots=True)
-class Odds:
-    """The chance that every shard keeps a copy; `is_exact` is False where it is at least that."""
-
-    chance: float
-    is_exact: bool
-
-
 def survival(
     shards: Sequence[Collection[Copy]],
     topology: Topology,
@@ -208,37 +198,36 @@ def survival(
     return found
 
 
-def survival_odds(takers: Iterable[Iterable[str]], hosts: Collection[str], lost_count: int) -> Odds | None:
-    """Return the chance that `lost_count` of the hosts, lost at once at random, leave every shard in RAM.
+def survival_rows(job: Job, live_hosts: Iterable[str], lost_max: int) -> list[OddsRow]:
+    """Return by hosts lost at once, one to `lost_max`, the chance that RAM keeps every shard of the newest commit.
 
-    Every set of hosts is looked at if there are at most COUNTED_SETS_MAX. With more the chance is bounded from below:
-    the sets that hold all of one of `takers` are added up, as if no set held two of them. The bound is the chance
-    itself where each of `takers` has exactly `lost_count` hosts or more.
-
-    Args:
-        takers: Hosts without which a shard is lost: all that hold a whole copy of it, and with parity one or two of it.
-        hosts: All hosts that may be lost, equally likely.
-        lost_count: How many are lost.
-
-    Returns:
-        None if there are fewer hosts.
-
-    Complexity: linear in the shards, or (sets of hosts) x (different sets of holders) where they are counted.
-    Source: the union bound, as in Gemini's corollary (SOSP 2023), over the copies that are there.
+    It is at least that, and said to be, where a copy lacks chunks, or a shard is too short for each row of its parity
+    set: these survive some losses that are counted here as fatal.
     """
-    if lost_count > len(hosts):
-        return None
-    fatal = {frozenset(holders) for holders in takers}
-    sets_count = comb(len(hosts), lost_count)
-    if sets_count <= COUNTED_SETS_MAX:
-        bit = {host: 1 << at for at, host in enumerate(sorted(hosts))}
-        masks = {sum(bit[host] for host in holders) for holders in fatal}
-        lost_sets = [sum(lost) for lost in combinations(bit.values(), lost_count)]
-        return Odds(sum(not any(mask & lost == mask for mask in masks) for lost in lost_sets) / sets_count, True)
-    reachable = [holders for holders in fatal if len(holders) <= lost_count]
-    harmful = sum(comb(len(hosts) - len(holders), lost_count - len(holders)) for holders in reachable)
-    is_exact = all(len(holders) == lost_count for holders in reachable)
-    return Odds(float(max(Fraction(0), 1 - Fraction(harmful, sets_count))), is_exact)
+    step, live = job.newest_committed, frozenset(live_hosts)
+    if step is None:
+        return []
+    cases, is_exact, sets = set[tuple[frozenset[str], frozenset[str], int]](), True, job.parity_sets(step)
+    for rank in range(job.commits[step].world_size):
+        copies = [copy for host, copy in job.copies.get(step, {}).get(rank, {}).items() if host in live]
+        is_short = rank in sets and any(copy.spec.chunks_count < sets[rank].data for copy in copies)
+        is_exact = is_exact and not is_short and not any(copy.missing for copy in copies)
+        there = ([host for host in hosts if host in live] for hosts in job.parity_hosts(step, rank).values())
+        parity = frozenset(min(hosts) for hosts in there if hosts)
+        cases.add((frozenset(c.host for c in copies if not c.missing), parity, job.parity_copies(step, rank, live)))
+    fatal = {own.union(more) for own, parity, count in cases for more in combinations(sorted(parity), count)}
+    odds = survival_odds(bonds_of(fatal), len(live), min(lost_max, len(live)), states_max=STATES_MAX)
+    return [OddsRow(lost, float(each.chance), is_exact and each.is_exact) for lost, each in enumerate(odds) if lost]
+
+
+def beyond_text(odds: Iterable[OddsRow]) -> str:
+    """Return ", 2 hosts: 3.2% fatal" of the fewest lost hosts that may be fatal, or "" where all such losses are."""
+    first = next((row for row in odds if row.chance < 1), None)
+    if first is None or first.chance == 0:
+        return ""
+    return (
+        f", {plural(first.lost, 'host')}: {'' if first.is_exact else 'at most '}{100 * (1 - first.chance):.2g}% fatal"
+    )
 
 
 def held_for(

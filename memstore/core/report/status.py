@@ -17,7 +17,7 @@ from memstore.core.durable.departures import Departures
 from memstore.core.durable.states import DurableStates
 from memstore.core.repair import RepairPushes
 from memstore.core.report.problems import problems
-from memstore.core.report.redundancy import RedundancyMonitor, held_for, own_first, survival
+from memstore.core.report.redundancy import RedundancyMonitor, held_for, own_first, survival, survival_rows
 from memstore.core.report.timeline import fewest_copies, steps_of
 from memstore.core.targets.drain import Drains
 from memstore.core.targets.targets import ClusterView
@@ -26,6 +26,7 @@ from memstore.core.wire.status_rows import (
     AttemptStatus,
     HostRow,
     JobRow,
+    OddsRow,
     RankGroup,
     RankPlace,
     ShortRow,
@@ -128,6 +129,7 @@ class Shards:
     copies: int
     short: dict[int, int]
     survives: list[SurvivalRow]
+    odds: list[OddsRow]
     holds: dict[str, list[str]]
     parity: dict[str, list[str]]
 
@@ -219,7 +221,7 @@ class StatusReport:
 
     def _looked(self, job: Job, attempt: Attempt, step: StepId | None) -> Shards:
         if step is None:
-            return Shards((), 0, {}, [], {}, {})
+            return Shards((), 0, {}, [], [], {}, {})
         rank_hosts = {rank: member.host_id for rank, member in attempt.members.items()}
         when = (
             job.commits[step],
@@ -236,6 +238,7 @@ class StatusReport:
                 fewest_copies(self.state, job, step),
                 self.watch.short_shards(job),
                 self._survives(job, step),
+                survival_rows(job, self.state.hosts.live_ids(), attempt.replicas + 1),
                 held_for(rank_hosts, job.copies.get(step, {}), self.state.hosts.states),
                 held_for(rank_hosts, job.in_parity(step), self.state.hosts.states),
             )
@@ -269,16 +272,16 @@ class StatusReport:
         return self.state.now - at_s if at_s is not None else None
 
     def _attempt(self, job: Job, attempt: Attempt) -> AttemptStatus:
-        newest, on_storage, durable = job.newest_committed, job.newest_durable, self.states.of(job.name)
-        placement, looked, recovery = self.view.placement(job), self._looked(job, attempt, newest), attempt.recovery
+        newest, placement, durable = job.newest_committed, self.view.placement(job), self.states.of(job.name)
+        looked = self._looked(job, attempt, newest)
         return AttemptStatus(
             phase=attempt.phase,
             ended_by=attempt.ended_by,
             closed_s=self.state.now - attempt.closed_s if attempt.has_ended_well else None,
             training=training_status(self.state, job, attempt),
             generation=attempt.generation,
-            replaced=list(recovery.replaced) if recovery is not None else [],
-            recovery_s=dict(recovery.seconds) if recovery is not None else {},
+            replaced=list(attempt.recovery.replaced) if attempt.recovery is not None else [],
+            recovery_s=dict(attempt.recovery.seconds) if attempt.recovery is not None else {},
             world_size=attempt.world_size,
             ranks_alive=sum(s.is_alive and self.state.hosts.is_live(s.host_id) for s in attempt.members.values()),
             shards=max(attempt.shard_of, default=-1) + 1,
@@ -305,6 +308,7 @@ class StatusReport:
             in_flight=attempt.in_flight,
             in_flight_lack=attempt.in_flight_lack,
             survives=looked.survives,
+            odds=looked.odds,
             refusals=self._refusals(job)[:5],
             parent=attempt.parent,
             parent_step=attempt.parent_step,
@@ -315,8 +319,8 @@ class StatusReport:
             warnings=list(placement.warnings) if placement is not None else [],
             unmet=_unmet_rows(placement) if placement is not None else [],
             durable=attempt.config.get("durable"),
-            durable_step=on_storage.step if on_storage is not None else None,
-            durable_seen_s=self._ago_s(durable.seen_s.get(on_storage) if on_storage is not None else None),
+            durable_step=job.newest_durable.step if job.newest_durable is not None else None,
+            durable_seen_s=self._ago_s(durable.seen_s.get(job.newest_durable) if job.newest_durable else None),
             durable_unseen=durable.unread or durable.lacks,
             durable_problem=durable.problem,
             durable_abandoned=durable.abandoned_count,

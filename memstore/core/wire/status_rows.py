@@ -185,6 +185,14 @@ class SurvivalRow(Part, frozen=True):
     fatal: list[str]
 
 
+class OddsRow(Row, frozen=True):
+    """The chance that RAM keeps every shard when so many hosts are lost at once; at least that unless `is_exact`."""
+
+    lost: Unsigned
+    chance: float
+    is_exact: bool
+
+
 class ShortRow(Part, frozen=True):
     """Ranks of the newest committed step that lack copies for one reason."""
 
@@ -315,6 +323,7 @@ class AttemptStatus(Part, frozen=True):
     in_flight: Unsigned
     in_flight_lack: str
     survives: list[SurvivalRow]
+    odds: list[OddsRow]
     refusals: list[str]
     parent: Unsigned | None
     parent_step: Unsigned | None
@@ -406,14 +415,6 @@ class RejectedStep(Row, frozen=True):
     attempt: Unsigned
     step: Unsigned
     reason: str
-
-
-class OddsRow(Row, frozen=True):
-    """The chance that every shard keeps a copy when so many hosts are lost at once."""
-
-    lost: Unsigned
-    chance: float
-    is_exact: bool
 
 
 class BytesByTier(Part, frozen=True):

@@ -131,7 +131,7 @@ def test_a_process_of_another_wire_version_is_told_both_numbers(
             with caplog.at_level(logging.WARNING, "memstore"):
                 cluster.kill_holder("h0")
                 cluster.start_holder("h0")
-                wait_for(lambda: "the peer speaks wire version 17, this process 18" in caplog.text, "the reason")
+                wait_for(lambda: "the peer speaks wire version 18, this process 19" in caplog.text, "the reason")
         finally:
             monkeypatch.undo()
             link.close()

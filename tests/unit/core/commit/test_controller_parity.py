@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from memstore.core.report.redundancy import survival_rows
 from memstore.core.wire.orders import Bring, PushCopy
 from memstore.shell.peer.parity import IDLE_S
 from memstore.testing.controller.holder import DirectedRank
@@ -289,7 +290,7 @@ def test_a_job_of_two_hosts_has_copies() -> None:
 def test_a_plan_counts_on_parity_for_any_one_host() -> None:
     """Any one of five hosts may be lost, and no two: each has the only copy of a shard, and rows of all others."""
     world, _ = trained(5, parity=4)
-    odds = world.served.parts.dry_runs._odds(world.job(), 2)
+    odds = survival_rows(world.job(), world.served.hosts.live_ids(), 3)
     assert [(row.lost, row.chance, row.is_exact) for row in odds] == [(1, 1.0, True), (2, 0.0, True), (3, 0.0, True)]
 
 

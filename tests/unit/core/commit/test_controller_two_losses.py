@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from memstore.core.report.redundancy import survival_rows
 from memstore.core.wire.orders import PushCopy
 from memstore.testing.controller.holder import DirectedRank
 from memstore.testing.controller.world import JOB, ControllerWorld, describe, trained
@@ -215,7 +216,7 @@ def test_racks_of_two_hosts_may_be_lost_by_two() -> None:
 def check_odds(world: ControllerWorld, world_size: int) -> list[float]:
     """Compare the odds with what the planner makes of every set of lost hosts; return them."""
     live = sorted(world.served.hosts.live_ids())
-    odds = world.served.parts.dry_runs._odds(world.job(), 3)
+    odds = survival_rows(world.job(), live, 4)
     for row in odds:
         lost_sets = list(combinations(live, row.lost))
         kept = sum(survives(world, lost, world_size) for lost in lost_sets)

@@ -182,10 +182,10 @@ def test_ranks_that_run_must_understand_the_holder_that_comes() -> None:
     running = {"h1": NOW, "h2": NOW}
     assert refused_upgrade(running, {"h1": newer(), "h2": newer()}) == ""
     assert refused_upgrade(running, {"h1": newer(manifest=2), "h2": newer(manifest=2)}) == ""
-    words = refused_upgrade(running, {"h1": newer(wire=18), "h2": newer(wire=18)})
-    assert f"memstore 0.3.0 is installed on h1, {VERSION} runs there: wire format 17 becomes 18" in words
+    words = refused_upgrade(running, {"h1": newer(wire=19), "h2": newer(wire=19)})
+    assert f"memstore 0.3.0 is installed on h1, {VERSION} runs there: wire format 18 becomes 19" in words
     assert "End the training, then `memstore down` and `memstore up`: the arenas stay" in words
-    words = refused_upgrade(running, {"h1": newer(wire=18, arena=4), "h2": newer(wire=18, arena=4)})
+    words = refused_upgrade(running, {"h1": newer(wire=19, arena=4), "h2": newer(wire=19, arena=4)})
     assert "arena format 3 becomes 4" in words
     assert "`memstore persist JOB`" in words
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import combinations
-from math import comb
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +14,7 @@ from msgspec.structs import replace
 from memstore.cli.timeline import AwaitedRun, run_text, timeline_rows
 from memstore.core.report.cells import state_text
 from memstore.core.report.problems import DEGRADED, NOTE, UNRECOVERABLE, problems, worst
-from memstore.core.report.redundancy import COUNTED_SETS_MAX, Odds, held_for, survival, survival_odds
+from memstore.core.report.redundancy import held_for, survival
 from memstore.core.report.status import RANKS_NAMED_MAX
 from memstore.core.report.timeline import gone_steps, spans_of, steps_of
 from memstore.core.wire.replies import StepList
@@ -117,50 +116,6 @@ def test_survival_agrees_with_losing_every_set_of_domains(
         assert row.tolerated == sum(safe) - 1
         if row.tolerated == 0:
             assert len(row.fatal) == sum(not holds((name,)) for name in names)
-
-
-def test_odds_are_counted_over_the_hosts_that_are_there() -> None:
-    """Only the pair of hosts that holds everything is fatal; a loss of more hosts than exist has no odds."""
-    shards = [["a", "b"], ["b", "a"]]
-    assert survival_odds(shards, ["a", "b", "c"], 1) == Odds(1.0, True)
-    assert survival_odds(shards, ["a", "b", "c"], 2) == Odds(pytest.approx(2 / 3), True)
-    assert survival_odds(shards, ["a", "b", "c"], 4) is None
-
-
-def test_a_shard_that_is_nowhere_has_no_chance() -> None:
-    """A shard without a whole copy is lost, however many hosts there are and however few are lost."""
-    assert survival_odds([["a"], []], ["a", "b"], 1) == Odds(0.0, True)
-    many = [f"h{i}" for i in range(1000)]
-    odds = survival_odds([["h0"], []], many, 3)
-    assert odds is not None
-    assert odds.chance == 0.0
-
-
-@given(
-    st.lists(st.sets(st.sampled_from("abcdefgh"), min_size=1, max_size=3), min_size=1, max_size=8),
-    st.integers(min_value=1, max_value=5),
-)
-def test_the_bound_of_a_large_cluster_never_promises_too_much(shards: list[set[str]], lost_count: int) -> None:
-    """Where the sets are too many to count the answer is at most the counted one, and equal where it says so."""
-    counted = survival_odds(shards, "abcdefgh", lost_count)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("memstore.core.report.redundancy.COUNTED_SETS_MAX", 0)
-        bounded = survival_odds(shards, "abcdefgh", lost_count)
-    assert counted is not None
-    assert bounded is not None
-    assert bounded.chance <= counted.chance + 1e-12
-    if bounded.is_exact:
-        assert bounded.chance == pytest.approx(counted.chance)
-
-
-def test_a_large_cluster_has_its_rows() -> None:
-    """With 1,000 hosts in pairs, two lost at once are counted exactly and three are bounded, close to what they are."""
-    hosts = [f"h{i}" for i in range(1000)]
-    shards = [[f"h{i}", f"h{i ^ 1}"] for i in range(1000)]
-    assert comb(1000, 2) > COUNTED_SETS_MAX
-    assert survival_odds(shards, hosts, 1) == Odds(1.0, True)
-    assert survival_odds(shards, hosts, 2) == Odds(pytest.approx(1 - 500 / comb(1000, 2)), True)
-    assert survival_odds(shards, hosts, 3) == Odds(pytest.approx(1 - 500 * 998 / comb(1000, 3)), False)
 
 
 def test_a_host_holds_its_own_first() -> None:
