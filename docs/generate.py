@@ -15,9 +15,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from click.testing import CliRunner
 from rich.console import Console
 
 from memstore import config
+from memstore.cli import main
 from memstore.cli.bill import Terms, show_bill
 from memstore.config import GIB, KIB, MIB, Config
 from memstore.testing.faults.catalogue import KINDS
@@ -146,6 +148,12 @@ def bill_screen() -> str:
     return "\n".join(["```text", *map(str.rstrip, screen.getvalue().splitlines()), "```"])
 
 
+def verb_screen(*args: str) -> str:
+    """Return what a verb prints on a screen of 80 columns."""
+    screen = CliRunner().invoke(main, args, env={"COLUMNS": "80"}).stdout
+    return "\n".join(["```text", *map(str.rstrip, screen.splitlines()), "```"])
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "config_store": lambda: config_table(is_store=True),
     "config_job": lambda: config_table(is_store=False),
@@ -155,6 +163,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "rooms_testing": lambda: rooms_table("testing"),
     "faults": faults_table,
     "bill": bill_screen,
+    "simulate": lambda: verb_screen("simulate"),
 }
 
 

@@ -15,7 +15,20 @@ from typing import Any
 import click
 from click.shell_completion import get_completion_class
 
-from memstore.cli import doctor, events, exchange, jobs, lifecycle, metrics, offline, plan, status, timeline, verify
+from memstore.cli import (
+    doctor,
+    events,
+    exchange,
+    jobs,
+    lifecycle,
+    metrics,
+    offline,
+    plan,
+    simulate,
+    status,
+    timeline,
+    verify,
+)
 from memstore.cli.options import is_debug, is_json, json_option
 from memstore.cli.output import ExitCode, for_this_store, print_json, say
 from memstore.distribution import installed_version
@@ -135,7 +148,7 @@ def completion(ctx: click.Context, shell: str) -> None:
     click.echo(made(ctx.find_root().command, {}, "memstore", "_MEMSTORE_COMPLETE").source())
 
 
-for _module in (lifecycle, doctor, status, events, timeline, jobs, plan, verify, metrics, exchange, offline):
+for _module in (lifecycle, doctor, status, events, timeline, jobs, plan, verify, metrics, exchange, offline, simulate):
     for _verb in _module.VERBS:
         main.add_command(_verb)
 for _verb in (rehearse, completion):
