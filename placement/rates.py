@@ -47,10 +47,9 @@ class Rates:
         """Return how often one host is lost with its memory."""
         return self.failures_per_1000_host_days / 1000 * self.memory_share / DAY_S
 
-    def domain_losses_per_s(self, level: str) -> float | None:
-        """Return how often one domain of a level is lost whole; None: no rate of that level is known."""
-        rate = self.domain_losses_per_year.get(level)
-        return None if rate is None else rate / DAYS_A_YEAR / DAY_S
+    def domain_losses_per_s(self, level: str) -> float:
+        """Return how often one domain of a level is lost whole; 0 where no rate is known."""
+        return self.domain_losses_per_year.get(level, 0.0) / DAYS_A_YEAR / DAY_S
 
 
 PRESETS = {
@@ -58,9 +57,7 @@ PRESETS = {
     # boards, CPU, memory and SSD (46), or of switch, cable and NIC (42). After the others, of GPUs and software, memory
     # is there and can be read.
     "llama3": Rates(
-        419 / (2048 * 54) * 1000,
-        88 / 419,
-        source="Llama 3 405B, 16,384 H100 (Meta, arXiv 2407.21783, table 5)",
+        419 / (2048 * 54) * 1000, 88 / 419, source="Llama 3 405B, 16,384 H100 (Meta, arXiv 2407.21783, table 5)"
     ),
     # 6.50 failures in 1,000 node-days. Which of them leave the memory is not published: all are counted.
     "rsc": Rates(6.50, source="RSC-1, 16,000 A100 (Kokolis et al., HPCA 2025, arXiv 2410.21680)"),
