@@ -167,6 +167,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "bill": bill_screen,
     "odds": lambda: verb_screen("odds", "--hosts", "32", "--racks", "4"),
     "fit": lambda: verb_screen("fit", "--params", "70e9", "--hosts", "32", "--racks", "8", "--parity", "4"),
+    "simulate": lambda: verb_screen("simulate"),
 }
 
 

@@ -26,6 +26,7 @@ from memstore.cli import (
     offline,
     page,
     plan,
+    simulate,
     status,
     timeline,
     verify,
@@ -149,7 +150,23 @@ def completion(ctx: click.Context, shell: str) -> None:
     click.echo(made(ctx.find_root().command, {}, "memstore", "_MEMSTORE_COMPLETE").source())
 
 
-for _module in (lifecycle, doctor, status, page, events, timeline, jobs, plan, odds, verify, metrics, exchange, offline):
+_MODULES = (
+    lifecycle,
+    doctor,
+    status,
+    page,
+    events,
+    timeline,
+    jobs,
+    plan,
+    odds,
+    simulate,
+    verify,
+    metrics,
+    exchange,
+    offline,
+)
+for _module in _MODULES:
     for _verb in _module.VERBS:
         main.add_command(_verb)
 for _verb in (rehearse, completion):

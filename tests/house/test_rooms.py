@@ -24,6 +24,7 @@ CORE: dict[str, str] = {
     "arena": "format wire",
     "send_gate": "wire",
     "schedule": "",
+    "forecast": "schedule",
     "cluster": "schedule wire",
     "journal": "cluster format wire",
     "targets": "cluster journal wire",
