@@ -150,23 +150,9 @@ def completion(ctx: click.Context, shell: str) -> None:
     click.echo(made(ctx.find_root().command, {}, "memstore", "_MEMSTORE_COMPLETE").source())
 
 
-_MODULES = (
-    lifecycle,
-    doctor,
-    status,
-    page,
-    events,
-    timeline,
-    jobs,
-    plan,
-    odds,
-    simulate,
-    verify,
-    metrics,
-    exchange,
-    offline,
-)
-for _module in _MODULES:
+_RUN, _SEEN = (lifecycle, doctor), (status, page, events, timeline, jobs)
+_ASKED, _BYTES = (plan, odds, simulate), (verify, metrics, exchange, offline)
+for _module in (*_RUN, *_SEEN, *_ASKED, *_BYTES):
     for _verb in _module.VERBS:
         main.add_command(_verb)
 for _verb in (rehearse, completion):
