@@ -265,15 +265,14 @@ class StatusReport:
             attempts=known.attempts,
             pins=known.pins,
             origin=known.origin,
-            newest=self._attempt(job, job.newest) if job.newest is not None else None,
+            newest=self._attempt(job, job.newest, job.newest_committed) if job.newest is not None else None,
         )
 
     def _ago_s(self, at_s: float | None) -> float | None:
         return self.state.now - at_s if at_s is not None else None
 
-    def _attempt(self, job: Job, attempt: Attempt) -> AttemptStatus:
-        newest, placement, durable = job.newest_committed, self.view.placement(job), self.states.of(job.name)
-        looked = self._looked(job, attempt, newest)
+    def _attempt(self, job: Job, attempt: Attempt, newest: StepId | None) -> AttemptStatus:
+        placement, tier, looked = self.view.placement(job), self.states.of(job.name), self._looked(job, attempt, newest)
         return AttemptStatus(
             phase=attempt.phase,
             ended_by=attempt.ended_by,
@@ -320,11 +319,11 @@ class StatusReport:
             unmet=_unmet_rows(placement) if placement is not None else [],
             durable=attempt.config.get("durable"),
             durable_step=job.newest_durable.step if job.newest_durable is not None else None,
-            durable_seen_s=self._ago_s(durable.seen_s.get(job.newest_durable) if job.newest_durable else None),
-            durable_unseen=durable.unread or durable.lacks,
-            durable_problem=durable.problem,
-            durable_abandoned=durable.abandoned_count,
-            durable_s=self._ago_s(durable.last_done_s),
+            durable_seen_s=self._ago_s(tier.seen_s.get(job.newest_durable) if job.newest_durable else None),
+            durable_unseen=tier.unread or tier.lacks,
+            durable_problem=tier.problem,
+            durable_abandoned=tier.abandoned_count,
+            durable_s=self._ago_s(tier.last_done_s),
             resume_step=attempt.resume_step,
             is_restoring=job.name in self.state.rounds,
             skipped=sum(phase == "abandoned" for phase in attempt.steps.values()),
