@@ -264,14 +264,20 @@ class ParityRepair:
         """Return whether a shard comes back without its surplus copies if the domain of those wanted is lost.
 
         After ranks have moved one host may have two shards of a set, or a shard and parity that it is in: then not.
+        Two lost domains are survived once each rank's host has its shard and its parity, and none shares a domain.
         """
         domains = self.state.hosts.live_domains(attempt.level_asked)
+        copies, parity = job.copies.get(step, {}), job.parity.get(step, {})
+        if ranks.spare > 1:
+            owners = {each: self.view.owner_host(job, attempt, each) for each in ranks.ranks}
+            kept = (held.get(each, {}).get(host) for held in (copies, parity) for each, host in owners.items())
+            is_home = all(copy is not None and not copy.missing for copy in kept)
+            return is_home and len({domains[host] for host in owners.values() if host in domains}) == len(owners)
         near = {domains.get(host) for host in wanted}
 
         def is_far(held: Mapping[str, Copy]) -> bool:
             return any(h in domains and domains[h] not in near and not copy.missing for h, copy in held.items())
 
-        copies, parity = job.copies.get(step, {}), job.parity.get(step, {})
         return all(is_far(copies.get(other, {})) and is_far(parity.get(other, {})) for other in ranks.others(rank))
 
     def _add(

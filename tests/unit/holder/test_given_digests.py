@@ -98,8 +98,8 @@ def test_a_false_digest_gives_the_step_up_and_the_next_one_commits(site: Site, m
     commit(site, 1)
     real = memstore.client.put.copy_into
 
-    def spoilt(*args: Any) -> list[bytes]:
-        digests = real(*args)
+    def spoilt(*args: Any, **kwargs: Any) -> list[bytes]:
+        digests = real(*args, **kwargs)
         assert digests is not None
         return [*digests[:-1], bytes(16)]
 
@@ -112,8 +112,8 @@ def test_bytes_that_change_between_copy_and_seal_are_found(site: Site, monkeypat
     commit(site, 1)
     real = memstore.client.put.copy_into
 
-    def changed(plan: Any, views: list[memoryview], *rest: Any) -> Any:
-        digests = real(plan, views, *rest)
+    def changed(plan: Any, views: list[memoryview], *rest: Any, **kwargs: Any) -> Any:
+        digests = real(plan, views, *rest, **kwargs)
         views[0][100] ^= 1
         return digests
 

@@ -183,7 +183,7 @@ def draw(seed: int) -> Scenario:
     # What follows is drawn apart, so that the other seeds stay as they were.
     has_parity = random.Random(f"has parity {seed}").random() < PARITY_SHARE and not drawn.shards
     trust = random.Random(f"trust {seed}")
-    if trust.random() < TRUST_SHARE and not has_parity:
+    if trust.random() < TRUST_SHARE:
         faults += [replace(_fault(trust, {"trust-step": 1}), for_s=0.0) for _ in range(trust.randint(2, 6))]
     in_flight = random.Random(f"in flight {seed}").choice(IN_FLIGHT)
     drawn = replace(drawn, in_flight=in_flight, faults=tuple(sorted(faults)))
