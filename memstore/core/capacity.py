@@ -9,6 +9,7 @@ an arena: hosts claim and refuse, with their numbers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -428,16 +429,15 @@ class Reservations:
         keep = versions_count(job, attempt)
         local: dict[str, dict[int, int]] = {}
         peer_slots: dict[str, int] = {}
-        beside, lookup = self._pinned_slots(job), PeerHostLookup(self.view, job, attempt)
-        for rank, slots in self._outgrown_slots(job, attempt).items():
-            beside[rank] = beside.get(rank, 0) + slots
+        apart = [*self._pinned_versions(job), self._outgrown_slots(job, attempt)]
+        beside, lookup = sum(map(Counter, apart), Counter[int]()), PeerHostLookup(self.view, job, attempt)
         for rank in range(max(attempt.world_size, max(beside, default=-1) + 1)):
             slots = (self.need(job, attempt, rank) * keep if rank < attempt.world_size else 0) + beside.get(rank, 0)
             if rank in attempt.members:
                 local.setdefault(attempt.members[rank].host_id, {})[rank] = slots
             for target in lookup.peer_hosts(rank):
                 peer_slots[target] = peer_slots.get(target, 0) + slots
-        for host, slots in self._parity_slots(job, attempt, keep, beside, local).items():
+        for host, slots in self._parity_slots(job, attempt, keep, apart, local).items():
             peer_slots[host] = peer_slots.get(host, 0) + slots
         for host, slots in self._pinned_elsewhere(job, attempt, lookup).items():
             if (job.name, host) not in self.tight:
@@ -508,20 +508,16 @@ class Reservations:
         """Return all jobs in the order in which they claim a host's room: training ones first, closed ones after."""
         return sorted(self.state.jobs.values(), key=lambda job: job.newest is None or job.newest.phase == "closed")
 
-    def _pinned_slots(self, job: Job) -> dict[int, int]:
-        """Return the slots by rank of all pinned and leased steps, which have room of their own (R10, R36)."""
-        room = job.lease_room
-        total = {rank: slots * room.versions for rank, slots in enumerate(room.needs if room.versions else ())}
-        for needs in job.pinned_needs():
-            for rank, slots in enumerate(needs):
-                total[rank] = total.get(rank, 0) + slots
-        return total
+    def _pinned_versions(self, job: Job) -> list[dict[int, int]]:
+        """Return the slots by rank of each pinned and leased version, which has room of its own (R10, R36)."""
+        versions = [*job.pinned_needs(), *[job.lease_room.needs] * job.lease_room.versions]
+        return [dict(enumerate(needs)) for needs in versions]
 
     def _pinned_elsewhere(self, job: Job, attempt: Attempt, lookup: PeerHostLookup) -> dict[str, int]:
-        """Return the slots by host of pinned copies that are still where their rank puts no copies any more.
+        """Return the slots by host of pinned copies, and parity, that are where their rank puts none any more.
 
-        Each is moved once there is room for it where it belongs. In the place of what comes there now, two hosts that
-        are full of each other's pinned copies would wait for ever.
+        Each copy is moved once there is room for it where it belongs. In the place of what comes there now, two hosts
+        that are full of each other's pinned copies would wait for ever.
         """
         total: dict[str, int] = {}
         for step in job.pins_and_asked():
@@ -531,17 +527,29 @@ class Reservations:
                     expected.add(attempt.members[rank].host_id)
                 for host in copies.keys() - expected:
                     total[host] = total.get(host, 0) + copies[host].spec.chunks_count
+            for rank, parity in job.parity.get(step, {}).items():
+                own = attempt.members[rank].host_id if rank in attempt.members else ""
+                for host in parity.keys() - {own}:
+                    total[host] = total.get(host, 0) + parity[host].spec.chunks_count
         return total
 
     def _parity_slots(
-        self, job: Job, attempt: Attempt, versions: int, beside: Mapping[int, int], local: Mapping[str, Collection[int]]
+        self,
+        job: Job,
+        attempt: Attempt,
+        versions: int,
+        apart: Sequence[Mapping[int, int]],
+        local: Mapping[str, Collection[int]],
     ) -> dict[str, int]:
-        """Return the slots by host for rows of parity, and for what kept steps of older attempts take beyond those."""
+        """Return the slots by host for rows of parity, and for what kept steps of older attempts take beyond those.
+
+        Each version `apart` has rows of its own: chunks of two pinned steps are in no common row.
+        """
         total: dict[str, int] = {}
         for rank, ranks in attempt.parity_sets.items():
             others, host = ranks.others(rank), attempt.members[rank].host_id
             rows = versions * max(ranks.rows_count(self.need(job, attempt, other)) for other in others)
-            rows += max(ranks.rows_count(beside.get(other, 0)) for other in others)
+            rows += sum(max(ranks.rows_count(needs.get(other, 0)) for other in others) for needs in apart)
             total[host] = total.get(host, 0) + rows
         older = [step for step in kept_steps(job, attempt) if step.attempt != attempt.attempt_number]
         for step in older if attempt.parity_sets or job.parity else ():
