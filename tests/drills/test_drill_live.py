@@ -82,7 +82,7 @@ def test_a_suite_plays_drills_on_one_cluster_and_a_seed_chooses_the_same_victims
     assert found["outcome"] == PASS
     assert all(len(row["phases"]) == 7 and row["verified"] and row["rpo_steps"] == 0 for row in found["drills"])
     assert "kill-rank" in page(found)
-    told = [drill["told"] for drill in drills(site.ask(AskEvents()).events)]  # as `memstore page` shows them
+    told = [drill["told"] for drill in drills(site.ask(AskEvents()).events)][:2]  # as `memstore page` shows them
     for lines, row in zip(reversed(told), found["drills"], strict=True):
         labels = [label for _, label, _ in lines]
         assert set(labels) >= {phase["phase"] for phase in row["phases"]}

@@ -12,6 +12,7 @@ import pytest
 import ray
 from click.testing import CliRunner
 
+import memstore
 from memstore.admin import upgrade as rolling
 from memstore.cli import main
 from memstore.core.format.releases import Build
@@ -134,6 +135,8 @@ def test_another_wire_version_is_refused_before_anything_is_touched(
 
 def test_down_finds_the_holders_that_a_former_controller_started(cluster: EmbeddedCluster) -> None:
     """The controller was replaced: the arenas are released all the same."""
+    run(cluster, "--restart")
     result = CliRunner().invoke(main, ["down", "--discard", "--yes", "--store", cluster.config.store, "--json"])
+    memstore.start(cluster.config)  # for the other tests
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["kept"] == []

@@ -170,5 +170,5 @@ def hosts_of(status: Status, level: str, name: str) -> list[str]:
 
 
 def loss_view(plans: Iterable[Plan]) -> list[Json]:
-    """Return what each job would lose, and from where it would come back: the words of `memstore plan --lose`."""
+    """Return what jobs would lose, and from where it would come back: the words of `memstore plan JOB --lose h3`."""
     return [{"job": plan.job, "outcome": outcome(plan), "lines": plan_lines(plan)} for plan in plans]

@@ -76,7 +76,7 @@ def refusal(request: web.Request, token: str) -> tuple[int, str] | None:
         return 403, "the page of another site asked"
     given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
     if token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
-        return 401, "give the token that `memstore page` was started with: `Authorization: Bearer TOKEN`"
+        return 401, "give the token that this page was started with: `Authorization: Bearer TOKEN`"
     return None
 
 

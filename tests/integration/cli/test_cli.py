@@ -67,8 +67,8 @@ def test_help_names_every_verb() -> None:
     """The verbs are listed by what they are about, those of a cluster first."""
     lines = run(None, "--help").stdout.split("Commands:")[1].splitlines()
     verbs = [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "]
-    order = "up down stores drain doctor status page events ls pin unpin persist rm plan verify metrics"
-    assert " ".join(verbs) == f"{order} export import salvage rehearse completion demo drill"
+    order = "up down stores drain upgrade doctor status page events ls pin trust unpin persist rm plan odds fit"
+    assert " ".join(verbs) == f"{order} simulate verify metrics export import salvage rehearse completion demo drill"
 
 
 NEEDS_STORE = [["status"], ["events"], ["ls"], ["rm", "j"], ["plan", "--lose", "h1"], ["verify"], ["drain", "h1"]]
@@ -213,7 +213,7 @@ def test_status_answers_what_would_be_lost(store: ProcessCluster) -> None:
     assert job[:4] == ["llama3-8b", "1", "2/2 !" if is_quiet else "2/2", str(STEPS - 1)]
     assert job[4].startswith(f"{STEPS - 1} (")
     assert job[5].startswith("0 steps / ")
-    assert job[6:] == ["2 of 2", "any 1 rack, any 1 host", "off !"]
+    assert job[6:] == ["2 of 2", "any 1 rack, any 1 host, 2 hosts: 33% fatal", "off !"]
     assert cells(result.stdout, "h1")[-2:] == ["own + h2", "ok"]
     assert cells(result.stdout, "h3")[-2:] == ["-", "ok"]
     assert "! llama3-8b: durable off: losing 2 hosts at once can lose the run" in result.stdout

@@ -248,6 +248,7 @@ async def some_rounds(session: aiohttp.ClientSession) -> None:
 def test_the_store_is_asked_only_while_somebody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by a page that is loaded and has no stream, and no more once the last reader is found to be gone."""
     store = Counted()
+    monkeypatch.setattr(server, "STATUS_S", 3600.0)  # one is due while both read
 
     async def play() -> None:
         async with reached(store, monkeypatch) as session:
