@@ -204,7 +204,7 @@ class PageServer:
         return response
 
     async def _send_news(self, response: web.StreamResponse) -> None:
-        shown, after_seq, said = None, 0, ""
+        shown, after_seq, said, wrote_s = None, 0, "", time.monotonic()
         while True:
             after_seq = after_seq if after_seq <= self._next_seq else 0  # the store began anew
             news, message = self._news, self._message(shown, after_seq)
@@ -212,10 +212,14 @@ class PageServer:
                 shown, after_seq, said = self.status, self._next_seq, self.problem
                 line = json.dumps({**message, "store": self.name, "problem": said}, ensure_ascii=False)
                 await response.write(line.encode() + b"\n")
-            try:
-                await asyncio.wait_for(news.wait(), QUIET_S)
-            except asyncio.TimeoutError:
+                wrote_s = time.monotonic()
+            elif time.monotonic() - wrote_s >= QUIET_S:
                 await response.write(b"\n")
+                wrote_s = time.monotonic()
+            with contextlib.suppress(
+                asyncio.TimeoutError
+            ):  # a silent store brings no news, a quiet one news of nothing
+                await asyncio.wait_for(news.wait(), QUIET_S)
 
     async def _loss(self, request: web.Request) -> web.StreamResponse:
         """Answer what each job would lose with the hosts of a domain; no host's answer is asked twice of one status."""
