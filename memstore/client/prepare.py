@@ -166,10 +166,11 @@ class PutPreparation:
         leases = self._link.leases
         with leases.changed:
             count, self._log.total_bytes = leases.entered_count(), len(leases.tenants) * self._link.welcome.chunk_bytes
-            if self._claimed_s and len(leases.tenants) == count >= self.slots_count:
-                self._end(None)
+            is_ready = bool(self._claimed_s) and len(leases.tenants) == count >= self.slots_count
         self._log.add((count - self._entered_count) * self._link.welcome.chunk_bytes)
         self._entered_count = count
+        if is_ready:  # after the log's last line: who waits goes on now
+            self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
         with self._link.leases.changed:
