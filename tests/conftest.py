@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -41,6 +42,9 @@ os.environ.update(
 _FOREIGN = ("MEMSTORE_", "TORCHELASTIC_", "SLURM_", "MASTER_", "LOCAL_")
 for _name in [n for n in os.environ if n.startswith(_FOREIGN) or n in ("RANK", "WORLD_SIZE", "RAY_ADDRESS", "COLUMNS")]:
     del os.environ[_name]
+
+# A shell that starts a run in the background has Ctrl-C ignored there, and in the processes that a test interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # With it each of a thousand processes would compile all sources again, for as long as they take to run.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
