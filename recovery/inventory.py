@@ -73,9 +73,10 @@ class CommitFact:
 
     step: StepId
     world_size: int
-    digests: Mapping[int, str]  # rank -> shard digest
-    hosts: Mapping[int, tuple[str, ...]]  # rank -> hosts that had a copy
+    digests: Mapping[int, str]  # rank -> shard digest, as far as a journal that is here has it
+    hosts: Mapping[int, tuple[str, ...]]  # rank -> hosts that had a copy, likewise
     is_degraded: bool = False
+    named: frozenset[str] = frozenset()  # hosts that may have had copies, beside those
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -131,14 +131,14 @@ def _barred(inventory: Inventory, spans: tuple[Span, ...], step: StepId, not_ste
 
 
 def _late_hosts(evidence: Evidence, verdict: Rejected, silent_hosts: frozenset[str]) -> frozenset[str]:
-    """Return the silent hosts that the step's commit fact names: they may still make it whole (R24).
+    """Return the silent hosts that may have had copies of the step: they may still make it whole (R24).
 
     R24 speaks of the newest commit fact; the same reason holds for each committed step on the way down from it.
     """
     if not silent_hosts or not verdict.ranks_count:
         return frozenset()
     named = {host for commit in evidence.commits for hosts in commit.hosts.values() for host in hosts}
-    return silent_hosts & named
+    return silent_hosts & named.union(*(commit.named for commit in evidence.commits))
 
 
 def _chosen(

@@ -96,6 +96,8 @@ class SimHost:
     number: int
     incarnation: int = 1
     copies: dict[tuple[int, int, int], WireCopy] = field(default_factory=dict)  # (attempt, step, rank) -> as reported
+    journal: list[bytes] = field(default_factory=list)
+    pages: list[bytes] = field(default_factory=list)  # of an order whose end has not come
 
 
 class Fleet:
@@ -105,8 +107,6 @@ class Fleet:
         self.hosts = {f"host-{n:05d}": SimHost(f"host-{n:05d}", n) for n in range(hosts_count)}
         self.world_size = hosts_count * RANKS_PER_HOST
         self.names = list(self.hosts)
-        self.journal: list[bytes] = []  # of the first host: all have the same
-        self.pages: list[bytes] = []  # of an order to it whose end has not come
         self.targets: dict[str, list[str]] = {}
         self.attempt = 0
         self.launch = 0
@@ -125,7 +125,7 @@ class Fleet:
             labels={"rack": f"rack-{host.number // 32}"},
             limit_bytes=1 << 40,
             copies=tuple(host.copies.values()),
-            journal=tuple(self.journal),
+            journal=tuple(host.journal),
             ranks=(),
             up_s=0.0,
             idle_s=0.0,
@@ -136,8 +136,8 @@ class Fleet:
         host, order = self.hosts[action.host_id], action.order
         match order:
             case WriteJournal():
-                if host.number == 0 and (whole := whole_order(self.pages, order)) is not None:
-                    self.journal = journal_after(self.journal, whole)
+                if (whole := whole_order(host.pages, order)) is not None:
+                    host.journal = journal_after(host.journal, whole)
                 return None if order.has_more else FactsWritten(seq=order.seq)
             case Fence():
                 return Fenced(job=JOB, attempt=order.attempt, copies=tuple(host.copies.values()))

@@ -55,7 +55,8 @@ def shorter(state: ClusterState, fact: f.Fact) -> f.Fact:
     """Return the part of a fact that is still needed, which may be the whole fact.
 
     An ended attempt keeps its number, its parent, its key and its launch options: lineage, crash loops and
-    spent keys need them (R20, R22, R25). Its processes are not needed any more once a later attempt has committed.
+    spent keys need them (R20, R22, R25). Its processes and their hosts are not needed any more once a later attempt has
+    committed and none of its committed steps is kept: those hosts may have copies of such a step.
     """
     if not isinstance(fact, f.AttemptOpened) or not fact.hosts:
         return fact
@@ -63,10 +64,10 @@ def shorter(state: ClusterState, fact: f.Fact) -> f.Fact:
     attempt, newest = (job.attempts.get(fact.attempt), job.newest) if job is not None else (None, None)
     if job is None or attempt is None or newest is None or fact.attempt >= newest.attempt_number:
         return fact
-    if job.newest_commit(newest.attempt_number) < 0:
+    if job.newest_commit(newest.attempt_number) < 0 or job.newest_commit(fact.attempt) >= 0:
         return fact
     attempt.members, attempt.needs = {}, {}
-    return structs.replace(fact, nonces=(), hosts=(), shard_of=(), writers=())
+    return structs.replace(fact, nonces=f.kept_by((), ()), hosts=(), shard_of=(), writers=())
 
 
 def is_needed(state: ClusterState, fact: f.Fact) -> bool:

@@ -447,18 +447,8 @@ class StepCommits:
         job.short.pop(step, None)
         shards = [held[rank] for rank in range(world_size)]
         reasons += [why for shard in shards for why in shard.reasons]
-        return StepCommitted(
-            job.name,
-            step.attempt,
-            step.step,
-            world_size,
-            tuple(x.digest for x in shards),
-            tuple(x.hosts for x in shards),
-            placement.level,
-            bool(reasons),
-            "; ".join(reasons[:3]),
-            self.state.wall_s,
-        )
+        copies = [(shard.digest, shard.hosts) for shard in shards]
+        return job.commit_of(step, copies, placement.level, "; ".join(reasons[:3]), self.state.wall_s)
 
     # -- facts applied ------------------------------------------------------------------------
 
@@ -467,6 +457,8 @@ class StepCommits:
         job = self.state.jobs.setdefault(fact.job, Job(fact.job))
         step = StepId(fact.attempt, fact.step)
         job.commits[step] = fact
+        if not fact.digests.is_known:
+            job.unproven.add(step)
         # A commit of a newer step ends a crash loop. Committing the restored step again does not (R25).
         job.restores = [r for r in job.restores if r.step >= step]
         attempt = job.attempts.get(fact.attempt)

@@ -219,7 +219,7 @@ class ParityRepair:
         parity = ShardId(job.name, step.attempt, step.step, rank, is_parity=True)
         target = self.view.owner_host(job, attempt, rank)
         for host, copy in job.parity.get(step, {}).get(rank, {}).items():
-            is_meant = commit is None or all(each.digest == commit.digests[each.rank] for each in copy.spec.summands)
+            is_meant = commit is None or all(commit.digests.is_possible(x.rank, x.digest) for x in copy.spec.summands)
             is_here = hosts.is_live(host) and is_meant and not copy.missing
             if is_here and (host == target or self._is_apart(job, attempt, rank, ranks, host, target)):
                 return True
@@ -232,7 +232,7 @@ class ParityRepair:
                 host
                 for host, copy in shards.get(other, {}).items()
                 if host != target and hosts.is_answering(host) and not copy.missing
-                if commit is None or copy.spec.digest == commit.digests[other]
+                if commit is None or commit.digests.is_possible(other, copy.spec.digest)
             ]
             for other in ranks.others(rank)
         }
@@ -474,7 +474,7 @@ class Repair:
         good = {
             h: c
             for h, c in copies.items()
-            if hosts.is_live(h) and (not commit or c.spec.digest == commit.digests[rank])
+            if hosts.is_live(h) and (not commit or commit.digests.is_possible(rank, c.spec.digest))
         }
         wanted, parity_set = self.view.wanted(job, attempt, rank, step), job.parity_sets(step).get(rank)
         own_host = attempt.members[rank].host_id if rank in attempt.members else ""

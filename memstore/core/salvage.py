@@ -7,6 +7,7 @@ carried out. Shells bring the bytes: `shell/arena/offline.py` of arenas, `exchan
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,7 @@ from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import Rules
 from memstore.core.controller.machine import ControllerMachine
 from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest, shard_digest, spec_of
-from memstore.core.journal.records import Entry, entry_from_record
+from memstore.core.journal.records import Entry, entries_of, entry_from_record, is_part, part_from_record
 from memstore.errors import ConfigError, IntegrityError, ProtocolError
 from recovery.inventory import Copy, ShardSpec, StepId
 from recovery.lineage import AttemptFact, lineage
@@ -55,8 +56,13 @@ class SalvagedFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a host knew of a step that was salvaged from it; in a file: a first line, msgpack, the digest of both."""
 
     host: str
-    records: tuple[bytes, ...]  # of its journal, about the job
+    records: tuple[bytes, ...]  # of its journal, about the job, with its parts
     manifests: tuple[bytes, ...]  # of all shards of the step that it had, whole or not
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Return the facts, without those that cannot be read."""
+        return entries_of(self.host, readable(self.records))
 
     def encode(self) -> bytes:
         """Return the file's bytes."""
@@ -78,15 +84,14 @@ class SalvagedFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _FACTS = msgspec.msgpack.Decoder(SalvagedFacts)
 
 
-def entries_of(records: Iterable[bytes]) -> list[Entry]:
-    """Return the facts in a journal's records, without those that cannot be read."""
-    entries: list[Entry] = []
+def readable(records: Iterable[bytes]) -> list[bytes]:
+    """Return a journal's records without those that cannot be read."""
+    found: list[bytes] = []
     for record in records:
-        try:
-            entries.append(entry_from_record(record))
-        except ProtocolError:
-            continue
-    return entries
+        with contextlib.suppress(ProtocolError):
+            part_from_record(record) if is_part(record) else entry_from_record(record)
+            found.append(record)
+    return found
 
 
 def check_same_run(job: str, here: Iterable[Entry], there: Iterable[Entry] | Mapping[int, float], where: str) -> None:
@@ -116,6 +121,8 @@ def jobs_of(journals: Iterable[Iterable[Entry]], copies: Iterable[Copy]) -> dict
         machine.apply(fact, is_replay=True)
     for copy in copies:
         machine.parts.steps.take_copy(copy)
+    for job in machine.jobs.values():
+        job.prove()
     return dict(machine.jobs)
 
 

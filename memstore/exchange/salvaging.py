@@ -18,8 +18,8 @@ from typing import Any
 from memstore.core.durable.paths import facts_name, is_step_file, slice_name
 from memstore.core.durable.slice_format import slice_chunks, slice_range, slices_count
 from memstore.core.format.manifest import chunk_digest, summand_manifest
-from memstore.core.journal.records import Entry
-from memstore.core.salvage import KnownShard, SalvagedFacts, check_same_run, choose, decode_row, entries_of, jobs_of
+from memstore.core.journal.records import Entry, with_parts
+from memstore.core.salvage import KnownShard, SalvagedFacts, check_same_run, choose, decode_row, jobs_of
 from memstore.errors import CapacityError, ConfigError, IntegrityError, RecoveryError
 from memstore.exchange import Progress
 from memstore.shell.arena.offline import OfflineArena
@@ -60,7 +60,7 @@ def salvage(arena: OfflineArena, place: PartsTier, job: str | None, progress: Pr
         _check_place(name, about, place)
         for step in sorted({each.step for each in shards if each.manifest.shard.job == name}, reverse=True):
             mine = [each for each in shards if (each.manifest.shard.job, each.step) == (name, step)]
-            facts = SalvagedFacts(arena.host, tuple(e.record for e in about), tuple(each.data for each in mine))
+            facts = SalvagedFacts(arena.host, with_parts(about, arena.host), tuple(each.data for each in mine))
             try:
                 _write(place, name, step, facts_name(arena.store, arena.host), facts.encode())
                 for each in sorted(mine, key=lambda each: each.manifest.shard.is_parity):
@@ -103,7 +103,7 @@ def _write_shard(
 def _check_place(job: str, entries: Sequence[Entry], place: PartsTier) -> None:
     """Raise ConfigError if another run of the job was written there, salvaged or durable."""
     for _, facts in _facts_in(place, job):
-        check_same_run(job, entries, entries_of(facts.records), place.files.where)
+        check_same_run(job, entries, facts.entries, place.files.where)
     for record in place.marker_records(job)[0]:
         check_same_run(job, entries, dict(record.lineage.attempts), place.files.where)
 
@@ -130,7 +130,7 @@ class Salvaged:
         rows = [(where, *row) for where, place in self.places.items() for row in _facts_in(place, job)]
         if not rows:
             raise ConfigError(f"no host has salvaged anything of job {job!r} into {', '.join(self.places)}")
-        self.hosts, self.journals = {facts.host for _, _, facts in rows}, [entries_of(row[2].records) for row in rows]
+        self.hosts, self.journals = {facts.host for _, _, facts in rows}, [facts.entries for *_, facts in rows]
         longest: list[Entry] = max(self.journals, key=len, default=[])
         for entries, (where, *_) in zip(self.journals, rows, strict=True):
             check_same_run(job, longest, entries, where)  # some hosts may have lost theirs
@@ -235,8 +235,9 @@ def merge(
         plan = choose(now, has_uncommitted=has_uncommitted) if now is not None else None
         if now is None or plan is None or plan.step is None:
             why = plan.why if plan is not None else "the job was removed"
-            commits = [now.commits[max(now.commits)]] if now is not None and now.commits else []
-            absent = name_some({host for fact in commits for hosts in fact.hosts for host in hosts} - found.hosts)
+            absent = (
+                name_some(now.committed_on(max(now.commits)) - found.hosts) if now is not None and now.commits else ""
+            )
             of = f"; nothing is here of {absent}: salvage there, too, and name that place" if absent else ""
             raise RecoveryError(f"no step of job {job!r} can be rebuilt from {', '.join(found.places)}: {why}{of}")
         marker = DurableMarker(plan.step, len(plan.specs), plan.specs)

@@ -14,7 +14,7 @@ from memstore.core.attempts.gathering import Entrant, Gathering, joining
 from memstore.core.attempts.in_place import newer_number, recovery_before, run_of
 from memstore.core.cluster.collective import gather_timeout, job_removed, missing_ranks
 from memstore.core.cluster.effects import AttemptBegun, AttemptUnfenced, Effects, RankGone
-from memstore.core.cluster.facts import AttemptClosed, AttemptOpened, RestoreDecided
+from memstore.core.cluster.facts import AttemptClosed, AttemptOpened, RestoreDecided, kept_by
 from memstore.core.cluster.job import Attempt, AttemptMember, Call, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import listed, named_hosts, plural
@@ -68,7 +68,7 @@ class AttemptNumbers:
         job = self.state.known_job(name)
         if job is None or job.newest is None:
             return self.state.expected_hosts - self.state.hosts.states.keys()
-        named = {host for fact in job.commits.values() for hosts in fact.hosts for host in hosts}
+        named = {host for step in job.commits for host in job.committed_on(step)}
         named |= {member.host_id for member in job.newest.members.values()}
         return named - self.state.hosts.states.keys()
 
@@ -166,12 +166,12 @@ class Attempts:
         unapplied = [x for x in unapplied if x.attempt == attempt.attempt_number]  # another rank was replaced just now
         fact = unapplied[-1] if unapplied else attempt.written_again(name, self.state.wall_s)
         member, host = attempt.members[entrant.rank], entrant.call.host_id
-        nonces, hosts, rank = list(fact.nonces), list(fact.hosts), fact.nonces.index(member.nonce)
+        nonces, hosts, rank = list(fact.nonces), list(fact.hosts), entrant.rank
         nonces[rank], hosts[rank] = entrant.nonce, host
         member.nonce, member.host_id, member.pid, member.is_gone = nonces[rank], host, 0, False
         member.ended_s, member.has_closed = None, False
         self.opening.setdefault(name, []).append(entrant)
-        self.journal.record(replace(fact, nonces=tuple(nonces), hosts=tuple(hosts)))
+        self.journal.record(replace(fact, nonces=kept_by(nonces, hosts), hosts=tuple(hosts)))
 
     def _refusal(self, now: float, job: Job | None, newest: Attempt | None, request: Join) -> tuple[str, str] | None:
         name, rank, world_size = request.job, request.rank, request.world_size
@@ -351,7 +351,7 @@ class Attempts:
                 is_fresh=is_fresh,
                 level_asked=level,
                 config=dict(first.config),
-                nonces=tuple(entrant.nonce for entrant in joins),
+                nonces=kept_by([entrant.nonce for entrant in joins], hosts),
                 hosts=hosts,
                 launcher=" ".join(sorted({entrant.launcher for entrant in joins})),
                 wall_s=self.state.wall_s,

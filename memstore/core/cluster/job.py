@@ -10,12 +10,20 @@ State of a step in an attempt:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from memstore.core.cluster.facts import AttemptOpened, JobBranched, StepCommitted, StepPinned, StepRetired
+from memstore.core.cluster.facts import (
+    AttemptOpened,
+    ByRank,
+    JobBranched,
+    StepCommitted,
+    StepPinned,
+    StepRetired,
+    kept_by,
+)
 from memstore.core.schedule import Pace, PutCosts
 from memstore.core.wire.codec import Request
 from memstore.core.wire.orders import Lineage
@@ -252,7 +260,7 @@ class Attempt:
             self.is_fresh,
             self.level_asked,
             self.config,
-            tuple(member.nonce for member in members),
+            kept_by([member.nonce for member in members], [member.host_id for member in members]),
             tuple(member.host_id for member in members),
             self.launcher,
             wall_s if self.opened_s is None else self.opened_s,
@@ -320,6 +328,7 @@ class Job:
     #: Step -> rank -> host that keeps the rank's parity.
     parity: dict[StepId, dict[int, dict[str, Copy]]] = field(default_factory=dict)
     commits: dict[StepId, StepCommitted] = field(default_factory=dict)
+    unproven: set[StepId] = field(default_factory=set)  # commits of which no journal here has every digest
     retired: dict[StepId, str] = field(default_factory=dict)
     torn: set[StepId] = field(default_factory=set)  # retired for good: whole by every digest, but of two moments
     markers: dict[StepId, DurableMarker] = field(default_factory=dict)
@@ -514,13 +523,32 @@ class Job:
         step = StepId(copy.shard.attempt, copy.shard.step)
         if copy.shard.is_parity:
             self.parity.setdefault(step, {}).setdefault(copy.shard.rank, {})[copy.host] = copy
-            self._changed(step)
-            return
-        self.copies.setdefault(step, {}).setdefault(copy.shard.rank, {})[copy.host] = copy
-        self.on_host.setdefault(copy.host, {}).setdefault(step, set()).add(copy.shard.rank)
+        else:
+            self.copies.setdefault(step, {}).setdefault(copy.shard.rank, {})[copy.host] = copy
+            self.on_host.setdefault(copy.host, {}).setdefault(step, set()).add(copy.shard.rank)
+            if copy.missing:
+                self.damaged.add(step)
         self._changed(step)
-        if copy.missing:
-            self.damaged.add(step)
+
+    def prove(self) -> None:
+        """Look in copies, parity and markers for digests of commits that no journal here has (R16)."""
+        for step in sorted(self.unproven):
+            if step not in self.commits or self._is_proven(self.commits[step].digests, step):
+                self.unproven.discard(step)
+                self._changed(step)
+
+    def _is_proven(self, digests: ByRank, step: StepId) -> bool:
+        marker = self.markers.get(step)
+        options: dict[int, set[str]] = {}
+        for rank, hosts in self.copies.get(step, {}).items():
+            options.setdefault(rank, set()).update(copy.spec.digest for copy in hosts.values())
+        for each in (
+            s for hosts in self.parity.get(step, {}).values() for c in hosts.values() for s in c.spec.summands
+        ):
+            options.setdefault(each.rank, set()).add(each.digest)
+        for rank, spec in marker.specs.items() if marker is not None else ():
+            options.setdefault(rank, set()).add(spec.digest)
+        return digests.complete(options)
 
     def _changed(self, step: StepId) -> None:
         self.changes_count += 1
@@ -647,6 +675,44 @@ class Job:
                 return copy.spec
         return None
 
+    def commit_of(
+        self, step: StepId, shards: Sequence[tuple[str, tuple[str, ...]]], level: str, reason: str, wall_s: float
+    ) -> StepCommitted:
+        """Return the fact that a step is committed.
+
+        Args:
+            step: Of which attempt it is need not be known here.
+            shards: By rank: its digest, and the hosts with a copy, or with it in their parity.
+            level: Of the domains that copies are spread over.
+            reason: Why it is degraded; "": it is not.
+            wall_s: When, for people.
+        """
+        digests = ByRank.of([digest for digest, _ in shards], [hosts for _, hosts in shards])
+        others = tuple(sorted({host for _, hosts in shards for host in hosts} - self._attempt_hosts(step.attempt)))
+        return StepCommitted(
+            self.name, step.attempt, step.step, len(shards), digests, level, bool(reason), reason, wall_s, others=others
+        )
+
+    def committed_on(self, step: StepId) -> set[str]:
+        """Return the hosts that may have had a part of a committed step.
+
+        A journal names only those that keep its digests there, so all hosts of its attempt count (R24).
+        """
+        fact = self.commits[step]
+        named = {host for hosts in fact.digests.keepers.values() for host in hosts}
+        return named.union(fact.others, self._attempt_hosts(step.attempt))
+
+    def _attempt_hosts(self, number: int) -> set[str]:
+        members = self.attempts[number].members.values() if number in self.attempts else ()
+        return {member.host_id for member in members}
+
+    def _commit_fact(self, step: StepId) -> CommitFact:
+        fact = self.commits[step]
+        digests = fact.digests
+        return CommitFact(
+            step, fact.world_size, digests.values, digests.keepers, fact.is_degraded, frozenset(self.committed_on(step))
+        )
+
     def inventory(
         self, *, live: Iterable[str], silent: Iterable[str], gone: frozenset[StepId] = frozenset()
     ) -> Inventory:
@@ -657,23 +723,12 @@ class Job:
         return Inventory(
             job=self.name,
             copies=tuple(copy for hosts in by_shard for copy in hosts.values() if copy.host in answering),
-            commits=tuple(commit_fact(fact) for fact in self.commits.values()),
+            commits=tuple(self._commit_fact(step) for step in self.commits),
             markers=tuple(self.markers.values()),
             retired=dict(self.retired),
             gone=gone,
             silent_hosts=frozenset(silent),
         )
-
-
-def commit_fact(fact: StepCommitted) -> CommitFact:
-    """Return the planner's view of a commit fact."""
-    return CommitFact(
-        StepId(fact.attempt, fact.step),
-        fact.world_size,
-        dict(enumerate(fact.digests)),
-        dict(enumerate(fact.hosts)),
-        fact.is_degraded,
-    )
 
 
 # -- rank calls ---------------------------------------------------------------------------------------

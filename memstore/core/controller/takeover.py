@@ -52,7 +52,7 @@ class Takeover:
                 return []
             hosts.up(state.now, event.info, event.asked_s, event.up_s, event.idle_s)
             self.alone_since_s = min(self.alone_since_s, state.now)
-            self.journals[host] = [*self.journals.get(host, ()), *parts.journal.log.read(event.journal)]
+            self.journals[host] = [*self.journals.get(host, ()), *parts.journal.log.read(host, event.journal)]
             self.copies[host] = event.copies
             if event.ranks is not None:
                 self.ranks[host] = event.ranks
@@ -101,6 +101,7 @@ class Takeover:
         for host in hosts:
             parts.drains.returned(host, has_memory=bool(self.journals.get(host) or self.copies.get(host)))
         for job in state.jobs.values():
+            job.prove()
             parts.steps.adopt(job)
         self._look_for_ranks(self.ranks)
         self.journals, self.copies = {}, {}
@@ -184,7 +185,8 @@ class Takeover:
         changes = state.hosts.up(state.now, event.info, event.asked_s, event.up_s, event.idle_s)
         parts.journal.log.forget(host)
         parts.sent_orders.forget_host(host)
-        journal = parts.journal.log.read(event.journal)
+        journal = parts.journal.log.read(host, event.journal)
+        self._learn_nonces(journal)
         newest = {name: job.newest for name, job in state.jobs.items()}
         is_news = self._merge(journal)
         for job in state.jobs.values():
@@ -199,8 +201,17 @@ class Takeover:
         self.send_initial_state([host])
         for copy in sorted(event.copies, key=lambda c: c.shard):  # in order, or older steps would look passed over
             parts.steps.sealed(state.now, copy)
+        for job in state.jobs.values():
+            job.prove()
         self._look_for_learned([job for name, job in state.jobs.items() if job.newest is not newest.get(name)])
         self.membership.changed(changes)
+
+    def _learn_nonces(self, journal: list[Entry]) -> None:
+        """Take the processes of a late host's ranks: only its own journal names them."""
+        for fact in (entry.fact for entry in journal if isinstance(entry.fact, f.AttemptOpened)):
+            attempt = self.state.jobs[fact.job].attempts.get(fact.attempt) if fact.job in self.state.jobs else None
+            for member in attempt.members.values() if attempt is not None else ():
+                member.nonce = member.nonce or fact.nonces[member.rank]
 
     def _is_outdated(self, event: HostUp) -> bool:
         """Refuse a holder with a lower incarnation than one before it: it lost its folder, and takes the next (R3)."""

@@ -232,6 +232,7 @@ class DurableMarkers:
                 "warning",
             )
         state.left_alone = others
+        job.prove()
         return "" if found.markers else damaged
 
 

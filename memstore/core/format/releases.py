@@ -15,7 +15,7 @@ RELEASES: Mapping[str, Mapping[str, int]] = {
     "0.2.0": {
         "wire": 18,  # what processes send one another; also what holder and controller are started with
         "arena": 3,  # the slot table, and all else in a host's folder: manifests and the layouts in them
-        "journal": 10,
+        "journal": 11,
         "manifest": 1,
         "parity": 3,  # a manifest of rows
         "layout": 2,

@@ -217,8 +217,8 @@ class Orphans:
     def _named(self, job: Job) -> set[str]:
         """Return the hosts that hold some of it, or may know more of it than those that are here."""
         named = {host for host, steps in job.on_host.items() if steps}
-        newest = job.commits.get(max(job.commits, default=StepId(0, 0)))
-        named |= {host for hosts in newest.hosts for host in hosts} if newest is not None else set()
+        if job.commits:
+            named |= job.committed_on(max(job.commits))
         return named | {member.host_id for member in job.newest.members.values()} if job.newest is not None else named
 
     def _is_removed(self, job: Job) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from memstore.core.cluster.facts import AttemptOpened, JobRemoved
-from memstore.core.journal.records import entry_from_record, journal_after, whole_order
+from memstore.core.journal.records import entries_of, journal_after, whole_order
 from memstore.core.wire.orders import WriteJournal
 from memstore.errors import CapacityError, IntegrityError
 
@@ -136,8 +136,7 @@ S = TypeVar("S")
 def read_journal(records: Iterable[bytes], fences: JobFences) -> int:
     """Learn the fences from before, and return the highest term: nothing older is served meanwhile (R17, R21)."""
     term = 0
-    for record in records:
-        entry = entry_from_record(record)
+    for entry in entries_of("", records):
         term = max(term, entry.term)
         if isinstance(entry.fact, AttemptOpened):
             fences.open(entry.fact.job, entry.fact.attempt)

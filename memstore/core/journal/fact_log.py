@@ -3,7 +3,8 @@
     record --> waiting (no lease) --> sent --> spread on min(replicas, live) domains --> applied, in order
 
 An entry is applied once, in sequence. A rebuilt log is the union of all surviving journals: each
-journal of a term is a part of that term's one history, so equal (term, seq) means equal fact.
+journal of a term is a part of that term's one history, so equal (term, seq) means equal fact. What a fact says of each
+rank is put together from the hosts that keep it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
-from memstore.core.cluster.facts import Fact
-from memstore.core.journal.records import Entry, entry_from_record, place_of_record
+from memstore.core.cluster.facts import Fact, column_of
+from memstore.core.journal.records import Entry, entries_of
 
 
 class FactLog:
@@ -43,17 +44,13 @@ class FactLog:
         """Return every fact that is decided and not yet applied."""
         return [entry.fact for entry in self.pending] + self.waiting
 
-    def read(self, records: Iterable[bytes]) -> list[Entry]:
-        """Return a host's journal. All have nearly the same records, so each is unpacked once and kept once."""
-        journal: list[Entry] = []
-        for record in records:
-            place = place_of_record(record)
-            entry = self._known.get(place)
-            if entry is None or entry.record != record:
-                entry = entry_from_record(record)
-                self._known.setdefault(place, entry)
-            journal.append(entry)
-        return journal
+    def at(self, place: tuple[int, int]) -> Entry | None:
+        """Return the entry of a (term, seq), if it is known here."""
+        return self._known.get(place)
+
+    def read(self, host: str, records: Iterable[bytes]) -> list[Entry]:
+        """Return the facts of a host's journal, and learn what that host keeps of them."""
+        return entries_of(host, records, self._known)
 
     def adopt(self, journals: Iterable[Iterable[Entry]]) -> list[Fact]:
         """Rebuild from surviving journals; return every fact in order, all to be applied now.
@@ -65,6 +62,10 @@ class FactLog:
             known = union.setdefault((entry.term, entry.seq), entry)
             if known is not entry and len(entry.record) < len(known.record):
                 union[entry.term, entry.seq] = entry
+                continue
+            column, other = column_of(known.fact), column_of(entry.fact)
+            if column is not None and other is not None and column is not other and column == other:
+                column.merge(other)
         self.entries = [union[key] for key in sorted(union)]
         self.last_seq = self.applied_seq = max((entry.seq for entry in self.entries), default=0)
         self.journal_nbytes = self.nbytes

@@ -24,7 +24,7 @@ from memstore.core.cluster.facts import Fact, JobRemoved
 from memstore.core.cluster.job import Call
 from memstore.core.cluster.state import ClusterState
 from memstore.core.journal.fact_log import FactLog
-from memstore.core.journal.records import Entry, paged
+from memstore.core.journal.records import Entry, paged, with_parts
 from memstore.core.wire.orders import EchoClock, TermNumber, WriteJournal
 from memstore.core.wire.replies import Reply
 
@@ -95,22 +95,23 @@ class Journal:
         """Give all live holders the facts that they were not sent yet, in one message."""
         if not self.unsent:
             return
-        order = WriteJournal(keep=None, records=tuple(entry.record for entry in self.unsent), seq=self.unsent[-1].seq)
-        self.unsent = []
+        unsent, self.unsent = self.unsent, []
+        order = WriteJournal(keep=None, records=tuple(entry.record for entry in unsent), seq=unsent[-1].seq)
         for host in self.state.hosts.live_ids():
-            self.out.send(host, order)
+            records = with_parts(unsent, host)
+            self.out.send(host, replace(order, records=records) if len(records) > len(unsent) else order)
 
     def send(self, *hosts: str, have: Sequence[Entry] | None = None) -> None:
         """Give hosts the whole journal in place of their own, or what theirs lacks if it is the first part of it."""
         self.send_facts()
         log = self.log
         missing = log.missing(have) if have is not None else None
-        *pages, last = paged(entry.record for entry in (log.entries if missing is None else missing))
-        orders = [WriteJournal(keep=None, records=page, seq=log.last_seq, has_more=True) for page in pages]
-        orders.append(WriteJournal(keep=() if missing is None else None, records=last, seq=log.last_seq))
-        for order in orders:
-            for host in hosts:
-                self.out.send(host, order)
+        entries = log.entries if missing is None else missing
+        for host in hosts:
+            *pages, last = paged(with_parts(entries, host))
+            for page in pages:
+                self.out.send(host, WriteJournal(keep=None, records=page, seq=log.last_seq, has_more=True))
+            self.out.send(host, WriteJournal(keep=() if missing is None else None, records=last, seq=log.last_seq))
 
     def shorten(self) -> None:
         """Have all live holders reduce their journals to the log's records, which are not sent again."""

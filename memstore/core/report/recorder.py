@@ -274,7 +274,7 @@ class EventRecorder:
                     parent=fact.parent,
                     fresh=fact.is_fresh,
                     hosts=sorted(set(fact.hosts))[:NAMED_MAX],
-                    taken=self._taken_from(job, fact.nonces),
+                    taken=self._taken_from(job, set(fact.nonces)),
                 )
             case f.AttemptClosed(ended_by=""):
                 note("closed", **place)
@@ -313,7 +313,9 @@ class EventRecorder:
         took_s = self.state.now - putting.began_s if putting is not None else None
         place = {"job": job.name, "attempt": fact.attempt, "step": fact.step}
         if before is not None and before.is_degraded and not fact.is_degraded:
-            self.note("redundant", **place, copies=fewest(fact.hosts), seconds=phases(redundant=took_s))
+            self.note(
+                "redundant", **place, copies=fewest(fact.digests.keepers.values()), seconds=phases(redundant=took_s)
+            )
         elif before is None:
             if putting is not None and not putting.is_reported:
                 self._put((job.name, step), putting)
@@ -322,10 +324,10 @@ class EventRecorder:
                 "commit",
                 **place,
                 ranks=fact.world_size,
-                copies=fewest(fact.hosts),
+                copies=fewest(fact.digests.keepers.values()),
                 level=fact.level,
                 nbytes=sum(next(iter(hosts.values())).spec.nbytes for hosts in ranks.values() if hosts),
-                hosts=sorted({host for hosts in fact.hosts for host in hosts})[:NAMED_MAX],
+                hosts=sorted({host for hosts in fact.digests.keepers.values() for host in hosts})[:NAMED_MAX],
                 degraded=fact.reason if fact.is_degraded else "",
                 seconds=phases(committed=took_s, redundant=None if fact.is_degraded else took_s),
             )

@@ -191,8 +191,7 @@ def gone_steps(state: ClusterState, states: DurableStates, job: Job) -> frozense
 
 def _late_hosts(state: ClusterState, job: Job, step: StepId) -> list[str]:
     """Return the hosts that the fact names and that are neither here without the step nor known to be dead."""
-    named = {host for hosts in job.commits[step].hosts for host in hosts}
-    return sorted(host for host in named if state.hosts.may_bring_back(state.now, host))
+    return sorted(host for host in job.committed_on(step) if state.hosts.may_bring_back(state.now, host))
 
 
 def spans_of(

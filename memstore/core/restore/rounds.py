@@ -17,7 +17,7 @@ from typing import Any
 from memstore.core.capacity import Reservations
 from memstore.core.cluster.collective import attempt_of, job_removed, missing_ranks
 from memstore.core.cluster.effects import Effects
-from memstore.core.cluster.facts import JobBranched, RestoreDecided, RestoreReleased, StepCommitted, StepRetired
+from memstore.core.cluster.facts import JobBranched, RestoreDecided, RestoreReleased, StepRetired
 from memstore.core.cluster.job import Attempt, Call, Job, Restore
 from memstore.core.cluster.reading import Round
 from memstore.core.cluster.state import ClusterState
@@ -583,22 +583,9 @@ class Rounds:
             self._release(now, active)
             return
         if step not in job.commits:
-            ranks = range(len(result.specs))
-            digests = tuple(result.digests[r] for r in ranks)
-            hosts = tuple(tuple(sorted(job.copies.get(step, {}).get(r, {}))) for r in ranks)
-            fact = StepCommitted(
-                job.name,
-                step.attempt,
-                step.step,
-                len(ranks),
-                digests,
-                hosts,
-                attempt.level_asked,
-                True,
-                ADOPTED,
-                self.state.wall_s,
-            )
-            self.journal.record(fact)
+            copies = job.copies.get(step, {})
+            shards = [(digest, tuple(sorted(copies.get(rank, {})))) for rank, digest in sorted(result.digests.items())]
+            self.journal.record(job.commit_of(step, shards, attempt.level_asked, ADOPTED, self.state.wall_s))
         self.journal.record(RestoreReleased(job.name, attempt.attempt_number))
 
     def apply_released(self, now: float, fact: RestoreReleased | JobBranched, *, is_replay: bool) -> None:

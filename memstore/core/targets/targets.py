@@ -277,7 +277,7 @@ class ClusterView:
 
     def silent_hosts(self, job: Job) -> set[str]:
         """Return hosts that may know the job, neither answering nor known to be gone for long (R24)."""
-        named = {h for commit in job.commits.values() for hosts in commit.hosts for h in hosts}
+        named = {host for step in job.commits for host in job.committed_on(step)}
         return self._silent(named) | self.late_hosts()
 
     def late_hosts(self) -> set[str]:

@@ -373,9 +373,9 @@ class PartitionHalf(NetworkScene):
     def check(self) -> None:
         if self.is_beyond:
             return
-        committed: dict[tuple[str, int, int], set[tuple[str, ...]]] = {}
+        committed: dict[tuple[str, int, int], set[bytes]] = {}
         for fact in self.net.commits([*self.minority, *self.majority]):
-            committed.setdefault((fact.job, fact.attempt, fact.step), set()).add(fact.digests)
+            committed.setdefault((fact.job, fact.attempt, fact.step), set()).add(fact.digests.root)
         for key, digests in committed.items():
             if len(digests) > 1:
                 self.broken(f"step {key[2]} of {key[0]} was committed {len(digests)} times with other bytes")

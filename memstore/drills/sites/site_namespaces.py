@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from memstore.config import MIB, Config
 from memstore.core.cluster.facts import StepCommitted
-from memstore.core.journal.records import entry_from_record
+from memstore.core.journal.records import entries_of
 from memstore.drills.ranks.ranks import ForkedPool, Rank
 from memstore.drills.sites.site import P, R, Site
 from memstore.errors import DrillError
@@ -167,10 +167,8 @@ class NamespacesSite(Site):
         """Return the commits that are recorded in the journals of some hosts."""
         found = []
         for host in hosts:
-            for record in read_records(Path(self.folder(host)) / JOURNAL_NAME):
-                fact = entry_from_record(record).fact
-                if isinstance(fact, StepCommitted):
-                    found.append(fact)
+            entries = entries_of(host, read_records(Path(self.folder(host)) / JOURNAL_NAME))
+            found += [entry.fact for entry in entries if isinstance(entry.fact, StepCommitted)]
         return found
 
 

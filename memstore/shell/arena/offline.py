@@ -19,8 +19,8 @@ import numpy as np
 from memstore.config import Config
 from memstore.core.arena.slot_table import SlotState
 from memstore.core.format.manifest import Chunk, chunk_digest, manifest_name
-from memstore.core.journal.records import Entry
-from memstore.core.salvage import KnownShard, entries_of
+from memstore.core.journal.records import Entry, entries_of
+from memstore.core.salvage import KnownShard, readable
 from memstore.errors import ConfigError, MemstoreError
 from memstore.shell.arena.folder import open_file
 from memstore.shell.arena.journal_file import JOURNAL_NAME, read_records
@@ -87,9 +87,10 @@ class OfflineArena:
 
     def _read_journal(self) -> None:
         records = read_records(self.folder / JOURNAL_NAME)
-        self.entries = entries_of(records)
-        if len(self.entries) < len(records):
-            self.problems.append(f"its journal has {len(records) - len(self.entries)} records of another version")
+        known = readable(records)
+        self.entries = entries_of(self.host, known)
+        if len(known) < len(records):
+            self.problems.append(f"its journal has {len(records) - len(known)} records of another version")
 
     def _read_manifests(self) -> None:
         folder, now_s = self.folder / MANIFESTS_NAME, time.time()

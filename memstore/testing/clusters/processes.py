@@ -24,7 +24,7 @@ from memstore.config import Config
 from memstore.core.arena.slot_table import SlotState
 from memstore.core.cluster.facts import HostsJoined
 from memstore.core.format.manifest import decode_manifest
-from memstore.core.journal.records import entry_from_record
+from memstore.core.journal.records import entries_of
 from memstore.shell.arena.journal_file import read_records
 from memstore.shell.rank.admin_link import store_root
 from memstore.testing.clusters.cluster import Cluster
@@ -279,7 +279,7 @@ class ProcessCluster(Cluster):
 
     def joined(self, host: str) -> set[str]:
         """Return the hosts that have joined, as a host's journal says."""
-        facts = (entry_from_record(record).fact for record in read_records(self.arena(host) / "journal"))
+        facts = [entry.fact for entry in entries_of(host, read_records(self.arena(host) / "journal"))]
         return {joined for fact in facts if isinstance(fact, HostsJoined) for joined in fact.labels}
 
     def settled_inventory(self, manifests_count: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from memstore.core.cluster.state import Rules
 from memstore.core.controller.machine import ControllerMachine
 from memstore.core.holder import ranks as links
 from memstore.core.holder import succession
+from memstore.core.journal.records import with_parts
 from memstore.core.report.event_kinds import event_fields
 from memstore.core.wire.codec import encode
 from memstore.core.wire.ids import Endpoint
@@ -136,6 +137,10 @@ class ControllerWorld(VirtualTime):
     def events(self, job: str | None = None) -> list[dict[str, Any]]:
         """Return what `memstore events --json` prints of it, of one job or of all."""
         return list(map(event_fields, self.served.parts.recorder.recent_events.page(0, job, self.now).events))
+
+    def journal_of(self, host: str) -> list[bytes]:
+        """Return the records that a host's journal is to have, by what the controller knows."""
+        return list(with_parts(self.served.parts.journal.log.entries, host))
 
     def run_until(self, is_done: Callable[[], bool], limit_s: float = 60.0) -> bool:
         """Let time pass until the condition holds; False if it did not within `limit_s`."""

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 from msgspec import inspect
 
+from memstore.core.cluster.facts import ByRank
 from memstore.core.wire import (
     calls,
     codec,
@@ -81,6 +82,8 @@ def _value(node: inspect.Type, is_full: bool) -> Any:
             return tuple(_value(item, is_full) for item in node.item_types)
         case inspect.ListType():
             return [_value(node.item_type, is_full)] if is_full else []
+        case inspect.CustomType():
+            return ByRank.of(("text",), (("text",),)) if is_full else ByRank.of((), ())
         case inspect.DictType():
             return {_value(node.key_type, is_full): _value(node.value_type, is_full)} if is_full else {}
     raise TypeError(f"a message has a field of type {node}: what it may hold is not declared, or not known here")

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from memstore.core.cluster.facts import Fact, StepCommitted
+from memstore.core.cluster.facts import ByRank, Fact, StepCommitted
 from memstore.core.durable.markers import decode_marker, encode_marker
 from memstore.core.durable.slice_format import SliceHeader, decode_header
 from memstore.core.format.layout import decode_layout, encode_layout
 from memstore.core.format.manifest import Chunk, Manifest, chunk_digest, chunk_sizes, decode_manifest, encode_manifest
-from memstore.core.journal.records import Entry, entry_from_record
+from memstore.core.journal.records import Entry, entry_from_record, is_part, part_from_record
 from memstore.core.wire import codec
 from memstore.core.wire import frame as wire
 from memstore.core.wire.error_message import ErrorMessage
@@ -227,7 +227,11 @@ def message(data: bytes) -> None:
 
 
 def record(data: bytes) -> None:
-    """A journal record."""
+    """A journal record, or a host's part of one."""
+    if is_part(data):
+        with contextlib.suppress(ProtocolError):
+            part_from_record(data)
+        return
     _round_trip(entry_from_record, lambda entry: Entry(entry.term, entry.seq, entry.fact).record, data)
 
 
@@ -334,8 +338,10 @@ def _first_reader(encoded: bytes) -> int:
 
 def _record_seeds() -> list[bytes]:
     made: list[Any] = [sample(kind, is_full=is_full) for kind in get_args(Fact) for is_full in (True, False)]
-    made.append(StepCommitted("job", 1, 2, 300, ("ab" * 16,) * 300, (("a", "b"),) * 300, "rack", False, "", 1.5))
-    return [Entry(1, seq, fact).record for seq, fact in enumerate(made)]
+    digests = ByRank.of(("ab" * 16,) * 300, (("a", "b"),) * 300)
+    made.append(StepCommitted("job", 1, 2, 300, digests, "rack", False, "", 1.5))
+    parts = [Entry(1, len(made), made[-1]).part("a") or b""]
+    return [Entry(1, seq, fact).record for seq, fact in enumerate(made)] + parts
 
 
 def _durable_seeds() -> list[bytes]:

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from parity_sums import added
 
-from memstore.core.cluster.facts import AttemptOpened, RestoreDecided, StepCommitted, StepRetired
+from memstore.core.cluster.facts import AttemptOpened, ByRank, RestoreDecided, StepCommitted, StepRetired, kept_by
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.journal.records import Entry
-from memstore.core.salvage import SalvagedFacts, check_same_run, choose, decode_row, entries_of, jobs_of
+from memstore.core.salvage import SalvagedFacts, check_same_run, choose, decode_row, jobs_of
 from memstore.errors import ConfigError, IntegrityError
 from recovery.inventory import Copy, ShardId, ShardSpec
 
@@ -30,13 +30,15 @@ def copy(rank: int, step: int, *, attempt: int = 1, host: str = "h0", missing: t
 def opened(attempt: int, *, parent: int | None = None, wall_s: float = 100.0) -> AttemptOpened:
     """Return the fact of an attempt of two ranks."""
     hosts = ("h0", "h1")
-    return AttemptOpened("train", attempt, 2, parent, None, False, "host", CONFIG, hosts, hosts, "run", wall_s)
+    return AttemptOpened(
+        "train", attempt, 2, parent, None, False, "host", CONFIG, kept_by(hosts, hosts), hosts, "run", wall_s
+    )
 
 
 def committed(step: int, attempt: int = 1) -> StepCommitted:
     """Return the fact of a commit."""
     digests, hosts = (spec(0, step).digest, spec(1, step).digest), (("h0", "h1"), ("h0", "h1"))
-    return StepCommitted("train", attempt, step, 2, digests, hosts, "host", False, "", 100.0)
+    return StepCommitted("train", attempt, step, 2, ByRank.of(digests, hosts), "host", False, "", 100.0)
 
 
 def journal(*facts: AttemptOpened | StepCommitted | StepRetired | RestoreDecided) -> list[Entry]:
@@ -112,7 +114,7 @@ def test_facts_come_back_or_are_refused() -> None:
     facts = SalvagedFacts("h0", (journal(opened(1))[0].record, b"no record"), (b"manifest",))
     data = facts.encode()
     assert SalvagedFacts.decode(data) == facts
-    assert [entry.fact for entry in entries_of(facts.records)] == [opened(1)]
+    assert [entry.fact for entry in facts.entries] == [opened(1)]
     sound = data[:-16].replace(b"manifests", b"manifesto")
     with pytest.raises(IntegrityError, match="bad contents"):
         SalvagedFacts.decode(sound + chunk_digest(sound))

@@ -6,7 +6,7 @@ import functools
 
 from memstore.core.attempts.join import LEFT_FREE
 from memstore.core.cluster.facts import AttemptOpened, StepCommitted
-from memstore.core.journal.records import entry_from_record, place_of_record
+from memstore.core.journal.records import entry_from_record, is_part, part_from_record, place_of_record
 from memstore.testing.simulator.checks.observed import Observed, racks_of
 from memstore.testing.simulator.checks.parity import LossCheck
 from memstore.testing.simulator.checks.shared_shards import SharedShardCheck
@@ -23,6 +23,7 @@ class Commits:
     def __init__(self, world: World, observed: Observed, shared_shards: SharedShardCheck, losses: LossCheck) -> None:
         self.world, self.observed, self.shared_shards, self.losses = world, observed, shared_shards, losses
         self._terms: dict[StepId, int] = {}  # commit -> the term that wrote it
+        self._whole: dict[tuple[int, int], StepCommitted] = {}  # by place: commits with every rank's digest
         self._journals: dict[StepId, set[str]] = {}  # commit -> hosts that ever had its fact
         self._asked: dict[int, str] = {}  # attempt -> the spread level that it asks for
         self._is_narrow: dict[int, bool] = {}  # attempt -> it asks for hosts alone, and may
@@ -32,16 +33,34 @@ class Commits:
         terms = [place_of_record(record)[0] for record in holder.memory.journal]
         if terms and terms[-1] < max(terms):
             raise Violation("R17", f"{holder.host_id} took a fact of term {terms[-1]} after one of {max(terms)}")
-        for record in holder.memory.journal:
-            entry = _entry(record)
+        parts = {place_of_record(r): part_from_record(r) for r in holder.memory.journal if is_part(r)}
+        for entry in (_entry(record) for record in holder.memory.journal if not is_part(record)):
             fact = entry.fact
             self.shared_shards.journalled(holder.host_id, fact)
             if isinstance(fact, AttemptOpened) and fact.job == self.world.scenario.job:
                 self._opened(fact)
             if isinstance(fact, StepCommitted) and fact.job == self.world.scenario.job:
-                step = StepId(fact.attempt, fact.step)
-                self.observed.facts[step], self._terms[step] = fact, entry.term
+                step, place = StepId(fact.attempt, fact.step), (entry.term, entry.seq)
+                whole = self._with_digests(holder, place, fact)
+                self._look_at_part(holder, step, entry.term, whole, parts.get(place, {}))
+                self.observed.facts[step], self._terms[step] = whole, entry.term
                 self._journals.setdefault(step, set()).add(holder.host_id)
+
+    def _with_digests(self, holder: AnyHolder, place: tuple[int, int], fact: StepCommitted) -> StepCommitted:
+        """Return the fact with every rank's digest: the controller that decided has them, a record only their root."""
+        known = holder.session.controller.machine.parts.journal.log.at(place) if holder.session is not None else None
+        if known is not None and isinstance(known.fact, StepCommitted) and known.fact.digests.is_known:
+            self._whole.setdefault(place, known.fact)
+        return self._whole.get(place, fact)
+
+    def _look_at_part(
+        self, holder: AnyHolder, step: StepId, term: int, fact: StepCommitted, part: dict[int, str]
+    ) -> None:
+        """Demand that a host has the digests of its own copies beside a commit (R16)."""
+        own = {rank for rank, hosts in fact.digests.keepers.items() if holder.host_id in hosts}
+        is_of_session = holder.session is not None and holder.session.controller.term == term  # a later one knows less
+        if is_of_session and not own <= part.keys():
+            raise Violation("R16", f"{holder.host_id} has {step} in its journal, and not the digests of its own copies")
 
     def _opened(self, fact: AttemptOpened) -> None:
         """Note whether a launch may ask for no racks (R18).
@@ -99,7 +118,8 @@ class Commits:
     def _look_at_copies(self, job: str, step: StepId, fact: StepCommitted) -> None:
         """Demand that every copy that the fact names was there (I4), and that they are enough unless degraded (R18)."""
         scenario = self.world.scenario
-        for rank, (digest, hosts) in enumerate(zip(fact.digests, fact.hosts, strict=True)):
+        for rank, digest in enumerate(fact.digests):
+            hosts = fact.digests.keepers.get(rank, ())
             shard = ShardId(job, step.attempt, step.step, rank)
             ever = self.observed.ever.get((shard, digest), set())
             if ever:  # parity names hosts beside that of a copy

@@ -6,7 +6,7 @@ has a part in that, so that a mistake there is not repeated here; which chunks a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import combinations
@@ -167,7 +167,7 @@ def _parts(
     )
 
 
-def short_of(kept: Mapping[str, Kept], digests: Sequence[str], gone: Collection[str] = ()) -> list[int]:
+def short_of(kept: Mapping[str, Kept], digests: Iterable[str], gone: Collection[str] = ()) -> list[int]:
     """Return the ranks whose shards the hosts that are not gone cannot give."""
     left = {host: each for host, each in kept.items() if host not in gone}
     return [
@@ -296,7 +296,7 @@ class LossCheck:
                 return f"ranks {ranks} of {step} are lost without {sorted(gone) or 'any loss'}; copies, parity: {has}"
         return ""
 
-    def is_claimed(self, controller: AnyController, job: Job, step: StepId, digests: Sequence[str]) -> bool:
+    def is_claimed(self, controller: AnyController, job: Job, step: StepId, digests: Iterable[str]) -> bool:
         """Say whether a controller takes any one domain to be one that may be lost."""
         kept = claimed(controller, job, step)
         return not any(short_of(kept, digests, gone) for gone in self.losses())

@@ -134,11 +134,11 @@ class SharedShardCheck:
         hosts = {rank.rank: rank.host_id for rank in self.world.ranks if rank.attempt == step.attempt}
         for rank in opened.writers:
             others = [r for r in opened.writers if r != rank and opened.shard_of[r] == opened.shard_of[rank]]
-            away = {hosts[r] for r in others if r in hosts and self._may_hold(hosts, rank, r)} - {*fact.hosts[rank]}
+            away = {hosts[r] for r in others if r in hosts and self._may_hold(hosts, rank, r)} - {
+                *fact.digests.keepers[rank]
+            }
             if away:
-                raise Violation(
-                    "R34", f"{step}: writer {rank}'s shard is on {fact.hosts[rank]}, not on the other writers' {away}"
-                )
+                raise Violation("R34", f"{step}: writer {rank}'s shard is not on the other writers' {away}")
             for other in others:
                 if rank < other:
                     self._look_at_pair(step, rank, other)

@@ -15,6 +15,7 @@ from msgspec import structs
 from memstore.core import repair
 from memstore.core.attempts.join import Attempts
 from memstore.core.capacity import Retention
+from memstore.core.cluster.facts import ByRank
 from memstore.core.cluster.job import TRUSTED, Call, Job, LeaseRoom
 from memstore.core.cluster.reading import Round
 from memstore.core.cluster.state import Holds
@@ -27,6 +28,7 @@ from memstore.core.history.pins import Pins
 from memstore.core.holder.reads import ready
 from memstore.core.holder.state import HolderState
 from memstore.core.journal.fact_log import FactLog
+from memstore.core.journal.records import Entry
 from memstore.core.journal.replication import Journal
 from memstore.core.repair import Repair
 from memstore.core.restore import rounds
@@ -81,7 +83,8 @@ def commit_names_targets(real: Any, self: StepCommits, job: Job, world_size: int
     if fact is None or placement is None or job.newest is None:
         return fact
     owners = [self.view.owner_host(job, job.newest, rank) for rank in range(world_size)]
-    return _as_whole(structs.replace(fact, hosts=tuple((o, *placement.targets.get(o, ())) for o in owners)))
+    digests = ByRank.of(list(fact.digests), [(o, *placement.targets.get(o, ())) for o in owners])
+    return _as_whole(structs.replace(fact, digests=digests))
 
 
 @planted("hosts-counted-as-racks", "R18", "R18", hosts=4, racks=2, world_size=4)
@@ -393,6 +396,8 @@ ROWS = (
     row("fact-not-replicated", "R16", "R16", (ControllerMachine, "_is_enough"), lambda self, hosts, fact: bool(hosts),
         "A fact takes effect when the first journal has it.",
         Fault(3.0, "slow-link", (1,), for_s=6.0, count=8), Fault(3.0, "slow-link", (2,), for_s=6.0, count=8)),
+    row("digests-not-kept", "R16", "R16", (Entry, "part"), lambda self, host: None,
+        "A host's journal has the root digest of a step, and not the digests of the copies that it holds."),
     row("ghost-copies", "R21", "R29", (Job, "drop_host"), lambda self, host_id: None,
         "A host that comes back with empty memory counts as holding its old copies.",
         SPARE_HOST_LOST, replicas=3, world_size=2, **BETWEEN_STEPS),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from memstore.core.attempts import join
-from memstore.core.cluster.facts import HostsJoined, StepCommitted
+from memstore.core.cluster.facts import ByRank, HostsJoined, StepCommitted
 from memstore.core.cluster.hosts import HostTable
 from memstore.core.commits import CommitRule
 from memstore.core.durable.states import DurableStates
@@ -200,7 +200,7 @@ def test_journals_are_rewritten_also_where_hundreds_of_hosts_are_facts_themselve
     """What counts is how many bytes of them are needed: or two hundred joins would keep every old commit there."""
 
     def commit(step: int) -> StepCommitted:
-        return StepCommitted("train", 1, step, 1, ("d",), (("a", "b"),), "host", False, "", 0.0)
+        return StepCommitted("train", 1, step, 1, ByRank.of(("d",), (("a", "b"),)), "host", False, "", 0.0)
 
     log = FactLog(term=1)
     for number in range(200):

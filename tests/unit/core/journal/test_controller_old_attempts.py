@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from memstore.core import capacity
-from memstore.core.cluster.facts import AttemptOpened
+from memstore.core.cluster.facts import AttemptOpened, kept_by
 from memstore.core.journal.fact_log import FactLog
-from memstore.core.journal.records import Entry, entry_from_record
+from memstore.core.journal.records import Entry, entries_of
 from memstore.testing.controller.holder import DirectedHolder
 from memstore.testing.controller.world import ControllerWorld, trained
 
@@ -20,7 +20,7 @@ def _short_journals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def opened(holder: DirectedHolder) -> dict[int, AttemptOpened]:
-    facts = [entry_from_record(record).fact for record in holder.journal]
+    facts = [entry.fact for entry in entries_of("", holder.journal)]
     return {fact.attempt: fact for fact in facts if isinstance(fact, AttemptOpened)}
 
 
@@ -96,8 +96,10 @@ def test_a_late_host_with_the_long_form_has_the_short_one_afterwards() -> None:
 def test_of_two_forms_of_a_fact_the_shorter_is_adopted(is_long_first: bool) -> None:
     """A controller died while it had the journals shortened: some holders had obeyed."""
     nonces, hosts = tuple(f"nonce-{n}" for n in range(9)), ("a", "b", "c") * 3
-    long = AttemptOpened("train", 1, 9, None, "k", False, "host", {"replicas": 2}, nonces, hosts, "l", 1.0)
-    short = AttemptOpened("train", 1, 9, None, "k", False, "host", {"replicas": 2}, (), (), "l", 1.0)
+    long = AttemptOpened(
+        "train", 1, 9, None, "k", False, "host", {"replicas": 2}, kept_by(nonces, hosts), hosts, "l", 1.0
+    )
+    short = AttemptOpened("train", 1, 9, None, "k", False, "host", {"replicas": 2}, kept_by((), ()), (), "l", 1.0)
     journals = [[Entry(1, 1, long)], [Entry(1, 1, short)]]
     log = FactLog(term=2)
     assert log.adopt(journals if is_long_first else journals[::-1]) == [short]

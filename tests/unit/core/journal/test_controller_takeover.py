@@ -101,7 +101,7 @@ def test_the_commit_of_a_late_host_is_taken_and_given_to_all() -> None:
     world.return_host("h2")
     world.run(3.0)
     assert StepId(1, 1) in world.job().commits
-    assert {len(h.journal) for h in world.holders.values()} == {len(world.served.parts.journal.log.entries)}
+    assert all(holder.journal == world.journal_of(host) for host, holder in world.holders.items())
     world.check_restored(world.get(world.launch(3)))
 
 
@@ -127,7 +127,7 @@ def test_a_late_commit_of_a_step_that_was_skipped_meanwhile_is_refused() -> None
     world.reserve(ranks)
     world.skip(ranks[0], 5)
     world.run(1.0)
-    fact = f.StepCommitted("train", 1, 5, 2, ("x", "y"), (("h1",), ("h1",)), "host", False, "", 0.0)
+    fact = f.StepCommitted("train", 1, 5, 2, f.ByRank.of(("x", "y"), (("h1",), ("h1",))), "host", False, "", 0.0)
     world.crash_controller()
     world.run(5.0)
     world.holders["h1"].journal.append(Entry(1, 99, fact).record)
@@ -267,8 +267,8 @@ def test_what_the_end_of_a_replaced_holder_decides_is_in_its_journal_once() -> N
     world.return_host("h1")
     world.run(3.0)
     assert world.job().commits[StepId(1, 2)]
-    for holder in world.holders.values():
-        assert holder.journal == [entry.record for entry in world.served.parts.journal.log.entries]
+    for host, holder in world.holders.items():
+        assert holder.journal == world.journal_of(host)
 
 
 def test_without_a_lease_nothing_is_decided() -> None:

@@ -26,7 +26,7 @@ RANKS = st.lists(
 
 def commit(digests: list[str], hosts: list[tuple[str, ...]]) -> f.StepCommitted:
     """A commit of so many ranks."""
-    return f.StepCommitted("train", 2, 7, len(digests), tuple(digests), tuple(hosts), "rack", True, "why", 1.5)
+    return f.StepCommitted("train", 2, 7, len(digests), f.ByRank.of(digests, hosts), "rack", True, "why", 1.5)
 
 
 @given(ranks=RANKS, term=st.integers(1, 1 << 62), seq=st.integers(1, 1 << 62))
@@ -36,16 +36,23 @@ def test_a_record_gives_its_entry_back(ranks: list[tuple[str, tuple[str, ...]]],
     again = r.entry_from_record(entry.record)
     assert again == entry
     assert again.record == r.Entry(term, seq, again.fact).record
+    named = {host for _, hosts in ranks for host in hosts}
+    for host in named:
+        read = r.entries_of(host, [entry.record, entry.part(host)])[0].fact.digests
+        assert read.values == {rank: digest for rank, (digest, hosts) in enumerate(ranks) if host in hosts}
+    assert entry.part("nobody, as no name is so long") is None
     assert r.place_of_record(entry.record) == (term, seq)
 
 
-def test_a_commit_of_many_ranks_is_little_more_than_its_digests() -> None:
-    """16 bytes a rank; the names of the hosts are said again and again and cost little."""
-    ranks = 4096
+@pytest.mark.parametrize("ranks", [64, 131_072])
+def test_a_commit_costs_a_host_the_same_at_any_size_of_the_job(ranks: int) -> None:
+    """Two copies of 8 ranks a host: their digests and the root, less than 1 KiB together."""
     digests = [xxhash.xxh3_128_hexdigest(rank.to_bytes(8)) for rank in range(ranks)]
     hosts = [(f"host-{rank // 8:05d}", f"host-{rank // 8 ^ 1:05d}") for rank in range(ranks)]
     entry = r.Entry(1, 1, commit(digests, hosts))
-    assert 16 * ranks < len(entry.record) < 19 * ranks
+    part = entry.part(hosts[-1][0])
+    assert part is not None
+    assert 16 * 16 < len(entry.record) + len(part) < 600
     assert r.entry_from_record(entry.record) == entry
 
 
@@ -76,7 +83,6 @@ PINNED = {"fact": "StepPinned", "job": "a", "name": "n", "attempt": 1, "step": 2
         pytest.param({**PINNED, "needs": 5}, r"\$.needs", id="a number for a list"),
         pytest.param({**PINNED, "needs": [1, None]}, r"\$.needs\[1\]", id="none in a list"),
         pytest.param({**PINNED, "wall_s": "now"}, r"\$.wall_s", id="text for a moment"),
-        pytest.param({**PINNED, "digests": bytes(17)}, "digests have 16 bytes each", id="half a digest"),
         pytest.param(["StepPinned", PINNED], "of no kind", id="another shape"),
         pytest.param(7, "of no kind that is known here: 7", id="no map"),
         pytest.param({**PINNED, "fact": ["StepPinned"]}, "unhashable", id="kind of another type"),
@@ -108,7 +114,7 @@ def test_a_record_of_another_format_is_refused_by_its_number(version: int) -> No
 def test_a_record_of_more_elements_than_a_fact_may_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty lists would unfold to 60 times their bytes."""
     monkeypatch.setattr(r, "BODY_ITEMS_MAX", 1000)
-    record = r.Entry(1, 1, commit(["ab" * 16] * 500, [("a", "b")] * 500)).record
+    record = r.Entry(1, 1, f.SlotsReserved("job", 1, (), 1, ((1, 2),) * 500)).record
     with pytest.raises(ProtocolError, match="1,000 elements"):
         r.entry_from_record(record)
 
@@ -126,7 +132,7 @@ def test_every_fact_comes_back_equal(kind: type[msgspec.Struct], is_full: bool) 
 
 def test_a_record_that_unpacks_to_more_than_a_fact_may_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process is made to hold what a few bytes can be blown up to."""
-    record = r.Entry(1, 1, commit(["ab" * 16] * 300, [("a", "b")] * 300)).record
+    record = r.Entry(1, 1, f.SlotsReserved("job", 1, (1,) * 5000, 1)).record
     monkeypatch.setattr(r, "BODY_BYTES_MAX", 4000)
     with pytest.raises(ProtocolError, match="4,000"):
         r.entry_from_record(record)

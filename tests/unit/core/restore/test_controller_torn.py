@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memstore.core.cluster.facts import StepRetired
-from memstore.core.journal.records import entry_from_record
+from memstore.core.journal.records import entries_of
 from memstore.core.wire.orders import RemoveStep
 from memstore.testing.controller.holder import DirectedRank
 from memstore.testing.controller.world import JOB, ControllerWorld, trained
@@ -117,7 +117,7 @@ def test_the_last_word_on_a_step_counts_if_a_late_host_has_it(lacking: str) -> N
     world.kill_host("h2", keep_memory=True)
     for name in ("h0", "h1"):
         journal = world.holders[name].journal
-        words = [record for record in journal if isinstance(entry_from_record(record).fact, StepRetired)]
+        words = [entry.record for entry in entries_of(name, journal) if isinstance(entry.fact, StepRetired)]
         journal.remove(words[1 if lacking == "lifted" else 0])
     world.crash_controller()
     world.run(6.0)

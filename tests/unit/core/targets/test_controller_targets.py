@@ -9,7 +9,7 @@ import pytest
 from memstore.core import capacity
 from memstore.core.cluster.facts import HostsJoined
 from memstore.core.journal import records
-from memstore.core.journal.records import entry_from_record
+from memstore.core.journal.records import entries_of
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import Bring, Fence, HostNews, PushTargets, Reserve, WriteJournal
 from memstore.testing.controller.holder import DirectedRank
@@ -176,7 +176,7 @@ def test_hosts_that_join_together_are_one_word_to_the_others() -> None:
         world.add_host(f"h{number}", {})
     world.run(2.0)
     holder = world.holders["h0"]
-    facts = [[entry_from_record(record).fact for record in order.records] for order in holder.received(WriteJournal)]
+    facts = [[entry.fact for entry in entries_of("", order.records)] for order in holder.received(WriteJournal)]
     joined = [fact for group in facts for fact in group if isinstance(fact, HostsJoined)]
     assert sorted(host for fact in joined for host in fact.labels) == sorted(f"h{number}" for number in range(2, 12))
     assert len(facts) <= 2
@@ -197,24 +197,23 @@ def test_a_successor_sends_no_process_what_his_journal_has() -> None:
     world = world_with_a_commit()
     for holder in world.holders.values():
         holder.orders.clear()
-    del world.holders["h2"].journal[-2:]
+    del world.holders["h2"].journal[-2:]  # the last commit, and what it keeps of it
     world.crash_controller()
     world.run(6.0)
     orders = {host: [o for o in h.orders if isinstance(o, WriteJournal)] for host, h in world.holders.items()}
     assert all(found[0].keep is None for found in orders.values())
-    assert {host: len(orders[host][0].records) for host in orders} == {"h0": 0, "h1": 0, "h2": 2}
-    entries = [entry.record for entry in world.served.parts.journal.log.entries]
-    assert all(holder.journal == entries for holder in world.holders.values())
+    assert {host: len(orders[host][0].records) for host in orders} == {"h0": 0, "h1": 0, "h2": 1}
+    assert all(holder.journal == world.journal_of(host) for host, holder in world.holders.items())
 
 
 def test_a_journal_with_other_facts_between_is_written_again() -> None:
     """What is not the first part of the log is not added to: facts of a lower term never follow those of a higher."""
     world = world_with_a_commit()
-    del world.holders["h2"].journal[2]
+    del world.holders["h2"].journal[1:3]
     world.crash_controller()
     world.run(6.0)
     assert any(order.keep == () for order in sent_to(world, "h2", WriteJournal))
-    assert world.holders["h2"].journal == [entry.record for entry in world.served.parts.journal.log.entries]
+    assert world.holders["h2"].journal == world.journal_of("h2")
 
 
 def test_journals_shrink_without_being_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +227,7 @@ def test_journals_shrink_without_being_sent_again(monkeypatch: pytest.MonkeyPatc
     world.run(1.0)
     assert sum(bool(order.keep) for order in world.holders["h1"].received(WriteJournal)) >= 2
     assert sum(map(len, world.holders["h1"].journal)) <= 3 * (4 << 10)
-    newest = {entry_from_record(record).seq for record in world.holders["h1"].journal}
+    newest = {entry.seq for entry in entries_of("h1", world.holders["h1"].journal)}
     assert {entry.seq for entry in world.served.parts.journal.log.entries} <= newest
     world.crash_controller()
     world.run(6.0)
@@ -250,7 +249,7 @@ def test_journals_are_written_again_as_a_whole_or_not_at_all(monkeypatch: pytest
     world = world_with_a_commit()
     world.kill_host("h2", keep_memory=True)
     for host in ("h0", "h1"):
-        del world.holders[host].journal[1]  # what only the late host has kept: then all are written again
+        del world.holders[host].journal[1:3]  # what only the late host has kept: then all are written again
     world.crash_controller()
     world.run(6.0)
     before = {host: list(world.holders[host].journal) for host in ("h0", "h1")}
@@ -281,8 +280,7 @@ def test_pages_of_an_order_that_had_no_end_are_nothing_to_the_next_session(monke
     world.holders["h1"].journal.clear()
     world.crash_controller()
     world.run(6.0)
-    entries = [entry.record for entry in world.served.parts.journal.log.entries]
-    assert all(holder.journal == entries for holder in world.holders.values())
+    assert all(holder.journal == world.journal_of(host) for host, holder in world.holders.items())
 
 
 # -- shared shards ------------------------------------------------------------------------------------
