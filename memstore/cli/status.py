@@ -133,7 +133,11 @@ def screen(status: Status, where: Where, *, is_watched: bool = False) -> Rendera
     hosts = [host_table(status.hosts, status.failure_domains)]
     rows = by_cause(status.problems)
     problems = [Text.assemble(("!", STYLES.get(row.severity, "")), problem_line(row)[1:]) for row in rows]
-    problems += [Text(f"--check: exit {code}, {code.name.lower()}")] if (code := check_code(status)) else []
+    problems += (
+        [Text(f"with --check the exit code would be {code} ({code.name.lower()})")]
+        if (code := check_code(status))
+        else []
+    )
     first, last = (problems, hosts) if is_watched else (hosts, problems)
     return Group(*parts, *first, *([Text()] if problems else []), *last)
 

@@ -121,7 +121,7 @@ def _host_dead(e: Event) -> str:
 
 
 def _rank_gone(e: Event, what: str) -> str:
-    put = f"; it had put step {e['step']}" if e["step"] >= 0 else "; it had put nothing"
+    put = f"; step {e['step']} of it was sealed by then" if e["step"] >= 0 else "; no step of it was sealed by then"
     return f"rank {e['rank']} of attempt {e['attempt']} on {e['host']} {what} (pid {e['pid']}){put}"
 
 

@@ -273,16 +273,21 @@ class Rounds:
         lines = [f"step {r.step.step} (attempt {r.step.attempt}): {r.reason}" for r in result.rejected[:10]]
         lines += [f"step {s.step} (attempt {s.attempt}): {why}" for s, why in active.failed_steps.items()]
         lines += [f"durable storage could not be read: {active.unread}"] if active.unread else []
-        start_over = "" if active.from_job is not None else ", or start over with connect(..., fresh=True)"
+        named = {host for rejected in result.rejected for host in rejected.hosts}
+        is_all_here = bool(named) and named.issubset(self.state.hosts.live_ids())
+        ways = ["" if is_all_here else "bring the named hosts back and call get() again", _way_back(job)]
+        ways.append("" if active.from_job is not None else "start over with connect(..., fresh=True)")
         kind, lines = "", lines or [result.why]
         if active.is_trusted:
             kind, lines = "trusted ", lines if result.rejected else [*lines, _who_is_trusted(job)]
-            start_over = ", or go on without trusted=True"
+            ways[-1] = "go on without trusted=True"
+        way = ", or ".join(filter(None, ways))
         return (
             "RecoveryError",
             f"job {job.name!r} has history but no whole {kind}step, neither in RAM nor on durable storage:\n  "
             + "\n  ".join(lines)
-            + f"\nBring the named hosts back and call get() again{_way_back(job)}{start_over}",
+            + ("\nThe named hosts are here, and what they have of it is damaged" if is_all_here else "")
+            + f"\n{way[:1].upper()}{way[1:]}",
         )
 
     def _restore_nothing(self, now: float, active: Round) -> None:
@@ -798,7 +803,7 @@ def _who_is_trusted(job: Job) -> str:
 
 def _way_back(job: Job) -> str:
     """Return how a retired step that is not torn can be restored after all (R25)."""
-    return f", run `memstore verify {job.name}` to lift what is retired" if job.retired.keys() - job.torn else ""
+    return f"run `memstore verify {job.name}` to lift what is retired" if job.retired.keys() - job.torn else ""
 
 
 def _other_size(active: Round, job: Job, attempt: Attempt) -> str | None:

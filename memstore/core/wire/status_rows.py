@@ -389,7 +389,7 @@ class EventRow(Part, frozen=True):
     job: str
     attempt: Unsigned | None
     step: int | None
-    """-1 of a rank that had put nothing."""
+    """-1 if no step of the rank was sealed."""
     rank: Unsigned | None
     host: str
     fields: dict[str, EventValue]

@@ -6,6 +6,7 @@ It is not there where it was not built, where the processor lacks what it was bu
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from memstore.errors import ConfigError
@@ -37,9 +38,10 @@ def problem() -> str:
     if built is not None or os.environ.get("MEMSTORE_NATIVE") == "0":
         return ""
     return (
-        "memstore runs without its native helper, so copies are slower: it was not built, or not for this processor. "
-        "Install a C compiler and xxhash.h (package libxxhash-dev), then memstore again: `pip install "
-        "--force-reinstall --no-deps .` in the clone; or accept it with MEMSTORE_NATIVE=0"
+        f"{Path(__file__).parents[2]} runs without its native helper, so copies are slower: it was not built there, or "
+        "not for this processor. With a C compiler and xxhash.h (package libxxhash-dev), `pip install -e .` in a clone "
+        "builds it there; start memstore from another folder to use one that is installed elsewhere; or accept it with "
+        "MEMSTORE_NATIVE=0"
     )
 
 

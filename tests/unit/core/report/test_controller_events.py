@@ -64,7 +64,7 @@ def test_a_step_leaves_one_put_and_one_commit_with_the_slowest_rank_and_the_seco
 
 
 def test_a_rank_that_dies_before_its_first_put_is_reported() -> None:
-    """It has no newest step: the event says -1, and `memstore events` that it had put nothing."""
+    """It has no newest step: the event says -1, and `memstore events` that none was sealed."""
     world, ranks = trained(2, last=0)
     world.kill_rank(ranks[1])
     world.run(1.0)

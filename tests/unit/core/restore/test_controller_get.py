@@ -196,6 +196,21 @@ def test_damaged_bytes_are_taken_from_elsewhere_or_the_step_before(keep: int) ->
     assert answers[0]["verdict"] == ("peer" if keep == 1 else "local")
 
 
+def test_bytes_that_are_damaged_on_every_host_are_not_awaited() -> None:
+    """No host is to be brought back that is here; and where one is not, that is what to do."""
+    world, _ = trained(hosts=2)
+    for holder in world.holders.values():
+        holder.damage(ShardId(JOB, 1, 1, 0), is_found=False)
+    said = world.get(world.launch(2))[0]["error"]
+    assert "The named hosts are here, and what they have of it is damaged\nStart over with" in said
+    world, _ = trained(hosts=3)
+    for host in ("h0", "h1"):
+        world.kill_host(host)
+    world.run(40.0)
+    said = world.get(world.launch(3))[0]["error"]
+    assert "\nBring the named hosts back and call get() again, or start over with" in said
+
+
 def test_a_source_that_dies_while_staging_is_replaced() -> None:
     """The death of a peer in the middle of a restore costs another plan, not the step."""
     world, _ = trained(hosts=4, last=1, replicas=3)
