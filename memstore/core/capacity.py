@@ -66,7 +66,8 @@ def shorter(state: ClusterState, fact: f.Fact) -> f.Fact:
         return fact
     if job.newest_commit(newest.attempt_number) < 0 or job.newest_commit(fact.attempt) >= 0:
         return fact
-    attempt.members, attempt.needs = {}, {}
+    attempt.needs = {}
+    attempt.place({})
     return structs.replace(fact, nonces=f.kept_by((), ()), hosts=(), shard_of=(), writers=())
 
 

@@ -458,7 +458,7 @@ class StepCommits:
         step = StepId(fact.attempt, fact.step)
         job.commits[step] = fact
         if not fact.digests.is_known:
-            job.unproven.add(step)
+            job.unproven[step] = 0
         # A commit of a newer step ends a crash loop. Committing the restored step again does not (R25).
         job.restores = [r for r in job.restores if r.step >= step]
         attempt = job.attempts.get(fact.attempt)

@@ -170,6 +170,7 @@ class Attempts:
         nonces[rank], hosts[rank] = entrant.nonce, host
         member.nonce, member.host_id, member.pid, member.is_gone = nonces[rank], host, 0, False
         member.ended_s, member.has_closed = None, False
+        attempt.place(attempt.members)
         self.opening.setdefault(name, []).append(entrant)
         self.journal.record(replace(fact, nonces=kept_by(nonces, hosts), hosts=tuple(hosts)))
 
@@ -377,7 +378,7 @@ class Attempts:
         old = job.attempts.get(fact.attempt)
         if old is not None:  # recorded again because a rank was replaced: the ranks still there keep their places
             kept = {member.nonce: member for member in old.members.values() if member.pid}
-            old.members = {rank: kept.get(member.nonce, member) for rank, member in members.items()}
+            old.place({rank: kept.get(member.nonce, member) for rank, member in members.items()})
             old.shard_of, old.writers = fact.shard_of, fact.writers
             job.placement = None
             if not is_replay:
@@ -433,9 +434,9 @@ class Attempts:
 
     def send_fences(self, hosts: Iterable[str], name: str, attempt: Attempt) -> None:
         """Order hosts to refuse processes of older attempts; their own that came by a rewind are none."""
-        members = attempt.nonces_by_host()
         for host in hosts:
-            self.out.send(host, Fence(job=name, attempt=attempt.attempt_number, members=tuple(members.get(host, ()))))
+            own = tuple(member.nonce for member in attempt.members_on(host))
+            self.out.send(host, Fence(job=name, attempt=attempt.attempt_number, members=own))
 
     def fenced(self, now: float, host_id: str, job: str, attempt_number: int) -> None:
         """Take a host's inventory: it refuses older processes now."""
@@ -483,7 +484,7 @@ class Attempts:
 
     # -- the end ------------------------------------------------------------------------------
 
-    def rank_gone(self, nonce: str, *, has_left: bool = False) -> None:
+    def rank_gone(self, host: str, nonce: str, *, has_left: bool = False) -> None:
         """Free the place of a rank whose process is dead or has left, and void its join."""
         for name, gathering in list(self.gatherings.items()):
             for rank in [rank for rank, each in gathering.joins.items() if each.nonce == nonce]:
@@ -494,7 +495,7 @@ class Attempts:
         for entrant in (e for waiting in self.opening.values() for e in waiting if e.nonce == nonce):
             entrant.is_gone = True  # its place is set when the attempt's fact is replicated
         for job in self.state.jobs.values():
-            for member in job.newest.members.values() if job.newest is not None else ():
+            for member in job.newest.members_on(host) if job.newest is not None else ():
                 if member.nonce == nonce:
                     if not member.is_gone:
                         self._note_gone("rank_left" if has_left else "rank_dead", job, member)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from memstore.core.cluster.facts import (
@@ -191,6 +191,9 @@ class Attempt:
     recovery: Recovery | None = None  # before it, if this controller has seen it
     opened_s: float | None = None  # wall clock
     reported_step: int = -1  # newest that a host said is trained, put or not
+    _on_host: dict[str, list[AttemptMember]] = field(
+        default_factory=dict
+    )  # the members by host, once they are asked for
 
     def __post_init__(self) -> None:
         self.in_flight = int(self.config["in_flight"])
@@ -241,12 +244,16 @@ class Attempt:
         """Return how many placements the ranks of a host take by turns."""
         return int(self.config["scatter"])
 
-    def nonces_by_host(self) -> dict[str, list[str]]:
-        """Return the nonces of the attempt's processes, by host."""
-        found: dict[str, list[str]] = {}
-        for member in self.members.values():
-            found.setdefault(member.host_id, []).append(member.nonce)
-        return found
+    def place(self, members: dict[int, AttemptMember]) -> None:
+        """Take other members, or the same on other hosts."""
+        self.members, self._on_host = members, {}
+
+    def members_on(self, host: str) -> Sequence[AttemptMember]:
+        """Return the members of a host; all hosts ask at once when a controller begins."""
+        if not self._on_host:
+            for member in self.members.values():
+                self._on_host.setdefault(member.host_id, []).append(member)
+        return self._on_host.get(host, ())
 
     def written_again(self, job: str, wall_s: float) -> AttemptOpened:
         """Return the fact of this attempt with its present members."""
@@ -328,7 +335,8 @@ class Job:
     #: Step -> rank -> host that keeps the rank's parity.
     parity: dict[StepId, dict[int, dict[str, Copy]]] = field(default_factory=dict)
     commits: dict[StepId, StepCommitted] = field(default_factory=dict)
-    unproven: set[StepId] = field(default_factory=set)  # commits of which no journal here has every digest
+    #: Commits of which no journal here has every digest, and a rank whose digest is nowhere, as far as is known.
+    unproven: dict[StepId, int] = field(default_factory=dict)
     retired: dict[StepId, str] = field(default_factory=dict)
     torn: set[StepId] = field(default_factory=set)  # retired for good: whole by every digest, but of two moments
     markers: dict[StepId, DurableMarker] = field(default_factory=dict)
@@ -532,23 +540,32 @@ class Job:
 
     def prove(self) -> None:
         """Look in copies, parity and markers for digests of commits that no journal here has (R16)."""
-        for step in sorted(self.unproven):
-            if step not in self.commits or self._is_proven(self.commits[step].digests, step):
-                self.unproven.discard(step)
-                self._changed(step)
+        for step, lacking in list(self.unproven.items()):
+            commit = self.commits.get(step)
+            if commit is None:
+                del self.unproven[step]
+                continue
+            digests, options = commit.digests, dict[int, set[str]]()
+            # Nearly always the rank that lacked is lacking still; then nothing else is looked at.
+            for rank in chain(range(lacking, digests.count), range(lacking)):
+                if rank not in digests.values:
+                    options[rank] = self._digests_of(step, rank)
+                    if not options[rank]:
+                        self.unproven[step] = rank
+                        break
+            else:
+                if digests.complete(options):
+                    del self.unproven[step]
+                    self._changed(step)
 
-    def _is_proven(self, digests: ByRank, step: StepId) -> bool:
-        marker = self.markers.get(step)
-        options: dict[int, set[str]] = {}
-        for rank, hosts in self.copies.get(step, {}).items():
-            options.setdefault(rank, set()).update(copy.spec.digest for copy in hosts.values())
-        for each in (
-            s for hosts in self.parity.get(step, {}).values() for c in hosts.values() for s in c.spec.summands
-        ):
-            options.setdefault(each.rank, set()).add(each.digest)
-        for rank, spec in marker.specs.items() if marker is not None else ():
-            options.setdefault(rank, set()).add(spec.digest)
-        return digests.complete(options)
+    def _digests_of(self, step: StepId, rank: int) -> set[str]:
+        """Return the digests under which a rank's shard of a step is found."""
+        marker, ranks = self.markers.get(step), self.parity_sets(step).get(rank)
+        found = {copy.spec.digest for copy in self.copies.get(step, {}).get(rank, {}).values()}
+        for other in ranks.others(rank) if ranks is not None else ():
+            rows = self.parity.get(step, {}).get(other, {}).values()
+            found.update(each.digest for copy in rows for each in copy.spec.summands if each.rank == rank)
+        return found | ({marker.specs[rank].digest} if marker is not None and rank in marker.specs else set())
 
     def _changed(self, step: StepId) -> None:
         self.changes_count += 1

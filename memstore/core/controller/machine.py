@@ -80,7 +80,9 @@ class Inputs:
             reports.StepRemoved: p.durable.step_removed,
             reports.MarkersListed: self._markers,
             reports.CopiesVerified: queries.verified,
-            reports.ProcessGone: lambda host, report: p.attempts.rank_gone(report.nonce, has_left=report.has_left),
+            reports.ProcessGone: lambda host, report: p.attempts.rank_gone(
+                host, report.nonce, has_left=report.has_left
+            ),
             reports.RankArrived: lambda host, report: takeover.rank_here(report.nonce),
         }
 

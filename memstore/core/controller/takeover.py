@@ -69,11 +69,11 @@ class Takeover:
             parts.journal.lease.renew(event.until_s)
         else:
             self.early.append(event)
-        is_all_up = state.expected_hosts <= set(hosts.live_ids())
+        is_all_up = all(map(hosts.is_live, state.expected_hosts))  # of thousands nearly always the first is not
         is_late = state.now - state.started_s >= state.rules.settle_s
         # The first host may have kept up a predecessor's lease until it came here (R17).
         has_outlasted = state.now - self.alone_since_s >= state.rules.outlast_s
-        if not hosts.live_ids() or not has_outlasted or not (is_all_up or is_late):
+        if not any(map(hosts.is_live, hosts.states)) or not has_outlasted or not (is_all_up or is_late):
             return []
         self.is_settled = True
         self._rebuild()
@@ -119,12 +119,12 @@ class Takeover:
 
         Such a rank is not gone. But it keeps no other process out, and counts as alive only once it is reported.
         """
-        self.missed = {nonce: member for nonce, member in self.missed.items() if member.host_id not in ranks}
-        for job in self.state.jobs.values():
-            for member in job.newest.members.values() if job.newest is not None else ():
-                if member.host_id in ranks and member.nonce not in ranks[member.host_id] and not member.is_gone:
-                    member.last_active_s = -math.inf
-                    self.missed[member.nonce] = member
+        attempts = [job.newest for job in self.state.jobs.values() if job.newest is not None]
+        for member in (m for attempt in attempts for host in ranks for m in attempt.members_on(host)):
+            self.missed.pop(member.nonce, None)
+            if member.nonce not in ranks[member.host_id] and not member.is_gone:
+                member.last_active_s = -math.inf
+                self.missed[member.nonce] = member
 
     def _look_for_learned(self, jobs: list[Job]) -> None:
         """Note ranks of attempts that a late host has just brought, and that no host has reported: see above.
@@ -186,7 +186,7 @@ class Takeover:
         parts.journal.log.forget(host)
         parts.sent_orders.forget_host(host)
         journal = parts.journal.log.read(host, event.journal)
-        self._learn_nonces(journal)
+        self._learn_nonces(host, journal)
         newest = {name: job.newest for name, job in state.jobs.items()}
         is_news = self._merge(journal)
         for job in state.jobs.values():
@@ -206,11 +206,11 @@ class Takeover:
         self._look_for_learned([job for name, job in state.jobs.items() if job.newest is not newest.get(name)])
         self.membership.changed(changes)
 
-    def _learn_nonces(self, journal: list[Entry]) -> None:
+    def _learn_nonces(self, host: str, journal: list[Entry]) -> None:
         """Take the processes of a late host's ranks: only its own journal names them."""
         for fact in (entry.fact for entry in journal if isinstance(entry.fact, f.AttemptOpened)):
             attempt = self.state.jobs[fact.job].attempts.get(fact.attempt) if fact.job in self.state.jobs else None
-            for member in attempt.members.values() if attempt is not None else ():
+            for member in attempt.members_on(host) if attempt is not None else ():
                 member.nonce = member.nonce or fact.nonces[member.rank]
 
     def _is_outdated(self, event: HostUp) -> bool:
