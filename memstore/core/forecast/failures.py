@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from placement.rates import DAY_S, PRESETS, Rates
+from placement.rates import DAY_S, Rates
 
 
 class HostFailure(NamedTuple):
@@ -28,17 +28,6 @@ class FailureTrace(NamedTuple):
     hosts: int
     days: float
     rows: Sequence[tuple[int, int, int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class FailureModel:
-    """How failures come: `rates` counts hosts, of which several may fail in one burst."""
-
-    rates: Rates
-    process_share: float = 0.0  # of the failures: the processes end, the host stays
-    burst_weights: tuple[float, ...] = (1.0,)  # of bursts of 1 host, of 2, and so on
-    is_even: bool = False  # one as long after another as the next, not at random
-    is_replay: bool = False  # of a `FailureTrace`, of which `rates` says what it comes to
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,40 +50,24 @@ class JobHosts:
         return tuple(range(first, first + count))
 
 
-_STEPFUN = Rates(
-    467 / (400 * 349) * 1000,
-    285 / 466,
-    source="InfiniteHBD-Trace (StepFun), 400 servers, 349 days, 467 faults in service",
-)
-MODELS = {
-    # Of the 419, software, NCCL's watchdog and dependencies (63) leave the host where it is.
-    "llama3-16k": FailureModel(PRESETS["llama3"], process_share=63 / 419),
-    "rsc": FailureModel(PRESETS["rsc"]),
-    # 401 bursts of faults at most 10 minutes apart. What is unknown counts as lost memory.
-    "stepfun-bursts": FailureModel(_STEPFUN, 23 / 466, (361, 29, 6, 1, 2, 1, 0, 0, 1)),
-    "stepfun-trace": FailureModel(_STEPFUN, is_replay=True),
-    "gemini": FailureModel(Rates(15.0, source="Gemini (SOSP 2023), 1.5 % of the machines a day"), is_even=True),
-}
-
-
 def draw_failures(
-    model: FailureModel, site: JobHosts, duration_s: float, rng: np.random.Generator, trace: FailureTrace | None = None
+    rates: Rates, site: JobHosts, duration_s: float, rng: np.random.Generator, trace: FailureTrace | None = None
 ) -> list[HostFailure]:
     """Draw the failures of one run, in order of time.
 
     Args:
         trace: What is replayed: each `trace.hosts` hosts go through it from a day of their own, in a circle.
     """
-    if model.is_replay:
+    if rates.is_replay:
         if trace is None:
-            raise ValueError("this model of failures replays a trace, and none is given")
+            raise ValueError("these rates replay a trace, and none is given")
         return sorted(_replayed(trace, site, duration_s, rng))
-    weights = np.array(model.burst_weights) / sum(model.burst_weights)
+    weights = np.array(rates.burst_weights) / sum(rates.burst_weights)
     hosts_mean = float(weights @ np.arange(1, len(weights) + 1))
-    per_s = model.rates.failures_per_1000_host_days / 1000 * site.hosts / DAY_S / hosts_mean
+    per_s = rates.failures_per_1000_host_days / 1000 * site.hosts / DAY_S / hosts_mean
     if not per_s:
         return []
-    if model.is_even:
+    if rates.is_even:
         times = np.arange(rng.uniform(0.0, 1.0 / per_s), duration_s, 1.0 / per_s)
     else:  # the gaps come first: another rate with the same seed stretches the same gaps
         mean = per_s * duration_s
@@ -105,8 +78,8 @@ def draw_failures(
     return [
         HostFailure(
             at_s,
-            min(size, site.hosts) if kind < 1.0 - model.process_share else 0,
-            site.pick(size, rng) if kind < model.rates.memory_share else (),
+            min(size, site.hosts) if kind < 1.0 - rates.process_share else 0,
+            site.pick(size, rng) if kind < rates.memory_share else (),
         )
         for at_s, size, kind in zip(times.tolist(), sizes.tolist(), kinds.tolist(), strict=True)
     ]

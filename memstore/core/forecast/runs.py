@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,9 +15,8 @@ import numpy as np
 
 from memstore.core.forecast.failures import HostFailure, JobHosts
 from memstore.core.forecast.policies import Policy
-from placement import Host, Topology, place, spread_level
+from placement import Bond, Host, Topology
 from placement.bill import Scheme
-from placement.parity_sets import parity_groups
 
 # Where the time goes; they add up to all of it. "redone" is training that a failure took, to be done again.
 RECOVERY = ("detects", "waits", "restarts", "restores")
@@ -31,7 +29,7 @@ class SpareHosts:
     """Hosts that stand ready. A replaced host is repaired and is one again; without one the provider is waited for."""
 
     count: int
-    repair_s: float
+    host_repair_s: float
     provider_s: float
 
 
@@ -60,21 +58,22 @@ def fatal_losses(site: JobHosts, scheme: Scheme, *, is_consecutive: bool = False
     """
     if site.hosts < scheme.width:
         raise ValueError(f"{scheme.name} needs {scheme.width} hosts, there are {site.hosts}")
+    names, rack = [f"h{number:07d}" for number in range(site.hosts)], site.hosts_per_rack
     if is_consecutive:
-        return lambda lost: max(Counter(each // scheme.width for each in lost).values()) > scheme.spare
-    names = [f"h{number:07d}" for number in range(site.hosts)]
-    rack = site.hosts_per_rack
-    racks = ({"rack": f"r{number // rack:07d}"} if rack else {} for number in range(site.hosts))
-    topology = Topology.of(map(Host, names, racks))
-    if not scheme.is_parity:
-        targets = place(topology, replicas=scheme.width).targets
-        holders = [frozenset(int(name[1:]) for name in (owner, *targets[owner])) for owner in names]
-        return lambda lost: any(holders[owner].issubset(lost) for owner in lost)
-    groups = parity_groups(topology, spread_level(topology, scheme.spare + 1).level, scheme.data, scheme.spare)
-    if not groups:
+        runs = (frozenset(names[at : at + scheme.width]) for at in range(0, site.hosts, scheme.width))
+        bonds = [Bond(each, scheme.spare) for each in runs]
+    else:
+        racks = ({"rack": f"r{number // rack:07d}"} if rack else {} for number in range(site.hosts))
+        bonds = scheme.bonds(Topology.of(map(Host, names, racks)))
+    if not bonds:
         raise ValueError(f"{scheme.name} does not fit: too few racks, or too many of the {site.hosts} hosts in one")
-    group_of = {int(name[1:]): number for number, group in enumerate(groups) for name in group}
-    return lambda lost: max(Counter(group_of[number] for number in lost).values()) > scheme.spare
+    bond_of = {host: bond for bond in bonds for host in bond.hosts}
+
+    def is_fatal(lost: Collection[int]) -> bool:
+        gone = frozenset(names[number] for number in lost)
+        return any(bond_of[host].kills(gone) for host in gone)
+
+    return is_fatal
 
 
 def play(
@@ -122,7 +121,7 @@ def play(
             heapq.heappop(repaired_at)
         for _ in range(failure.replaced):
             if len(repaired_at) < spares.count:
-                heapq.heappush(repaired_at, now + spares.repair_s)
+                heapq.heappush(repaired_at, now + spares.host_repair_s)
             else:
                 ready_s = now + spares.provider_s
         source_s = policy.peers_s if failure.replaced or gone else policy.own_s
