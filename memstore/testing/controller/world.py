@@ -319,6 +319,15 @@ class ControllerWorld(VirtualTime):
         self._forget(session)
         return True
 
+    def leave_to_late_host(self, name: str, known: int) -> None:
+        """Let one host alone keep the facts after `known`, and be away while a successor starts without it."""
+        for other, holder in self.holders.items():
+            if other != name:
+                del holder.journal[known:]
+        self.kill_host(name, keep_memory=True)
+        self.crash_controller()
+        self.run(8.0)
+
     def return_host(self, name: str, *, keep_memory: bool = True, idle_s: float = 0.0) -> None:
         """Start a new holder on a host, with the memory that is left there, or with none; `idle_s`: none ran before."""
         former = self.holders[name]
