@@ -22,8 +22,7 @@ from placement.bill import Scheme
 from placement.rates import DAY_S, Rates
 
 if TYPE_CHECKING:
-    from memstore.core.forecast.failures import FailureTrace
-    from memstore.core.forecast.runs import Outlook
+    from memstore.core.forecast import FailureTrace, Outlook
 
 HOSTS_PER_SPARE = 64  # unless --spares is given
 FAILURES_MAX = 5_000_000  # of one run: what fits into memory
@@ -82,23 +81,23 @@ def _simulated(given: Mapping[str, Any]) -> tuple[list[Outlook], dict[str, Any]]
     """Draw the failures of every run, and play every policy on them."""
     import numpy as np
 
-    from memstore.core.forecast import failures, policies, runs
+    from memstore.core import forecast
 
     rates = _rates(given)
-    site = failures.JobHosts(given["hosts"], given["hosts_per_rack"], given["bursts_in_rack"])
+    site = forecast.JobHosts(given["hosts"], given["hosts_per_rack"], given["bursts_in_rack"])
     duration_s, trace = given["days"] * DAY_S, _trace() if rates.is_replay else None
 
-    def draw(run: int) -> list[failures.HostFailure]:
-        return failures.draw_failures(rates, site, duration_s, np.random.default_rng([given["seed"], run]), trace)
+    def draw(run: int) -> list[forecast.HostFailure]:
+        return forecast.draw_failures(rates, site, duration_s, np.random.default_rng([given["seed"], run]), trace)
 
     sample = [draw(0)]
     while len(sample) < given["runs"] and sum(map(len, sample)) < SAMPLE:
         sample.append(draw(len(sample)))
     mtbf_s = len(sample) * duration_s / max(1, sum(map(len, sample)))
-    costs = policies.Costs(
+    costs = forecast.Costs(
         given["step_s"], *(given["gib"] / given[f"{way}_gib_s"] for way in ("copy", "send", "write"))
     )
-    found = policies.policies(
+    found = forecast.policies(
         costs,
         mtbf_s,
         put_every=parse_put_every(_whole(given["put_every"])),
@@ -108,14 +107,14 @@ def _simulated(given: Mapping[str, Any]) -> tuple[list[Outlook], dict[str, Any]]
     ready = -(-site.hosts // HOSTS_PER_SPARE) if given["spares"] is None else given["spares"]
     console = words_console()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        outlooks = runs.compare(
+        outlooks = forecast.compare(
             found,
             draw,
             runs=bar.track(range(given["runs"]), description="simulating"),
             sample=sample,
             site=site,
             duration_s=duration_s,
-            spares=runs.SpareHosts(ready, rates.host_repair_s, rates.replace_s),
+            spares=forecast.SpareHosts(ready, rates.host_repair_s, rates.replace_s),
             step_s=costs.step_s,
         )
     return outlooks, {"spares": ready, "mtbf_s": mtbf_s, "source": rates.source}
@@ -142,9 +141,9 @@ def _rates(given: Mapping[str, Any]) -> Rates:
 
 
 def _trace() -> FailureTrace:
-    from memstore.core.forecast.failures import FailureTrace
+    from memstore.core.forecast import FailureTrace
 
-    table = json.loads(resources.files("memstore.core.forecast").joinpath("stepfun.json").read_text(encoding="utf-8"))
+    table = json.loads(resources.files("memstore.core").joinpath("stepfun.json").read_text(encoding="utf-8"))
     return FailureTrace(table["servers"], table["days"], table["rows"])
 
 

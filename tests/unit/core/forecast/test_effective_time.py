@@ -13,9 +13,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memstore.core.forecast.failures import HostFailure, JobHosts, draw_failures
-from memstore.core.forecast.policies import Costs, Policy, policies
-from memstore.core.forecast.runs import CAUSES, PlayedRun, SpareHosts, best_interval_s, compare, fatal_losses, play
+from memstore.core.forecast import (
+    CAUSES,
+    Costs,
+    HostFailure,
+    JobHosts,
+    PlayedRun,
+    Policy,
+    SpareHosts,
+    best_interval_s,
+    compare,
+    draw_failures,
+    fatal_losses,
+    play,
+    policies,
+)
 from memstore.core.schedule import optimal_interval_s
 from memstore.intervals import parse_every, parse_put_every
 from placement.bill import Scheme

@@ -9,13 +9,13 @@ from importlib import resources
 import numpy as np
 import pytest
 
-from memstore.core.forecast.failures import FailureTrace, JobHosts, draw_failures
+from memstore.core.forecast import FailureTrace, JobHosts, draw_failures
 from placement.rates import DAY_S, PRESETS, Rates
 
 
 def trace() -> FailureTrace:
     """Return the table of the package."""
-    body = json.loads(resources.files("memstore.core.forecast").joinpath("stepfun.json").read_text(encoding="utf-8"))
+    body = json.loads(resources.files("memstore.core").joinpath("stepfun.json").read_text(encoding="utf-8"))
     assert body["license"] == "Apache-2.0"
     assert "stepfun-ai/InfiniteHBD-Trace" in body["source"]
     assert "Derived" in body["changes"]
