@@ -161,12 +161,12 @@ def _read_json(what: str, path: Path, make: Callable[[Any], T], example: str) ->
         ) from error
 
 
-def _topology_of(body: Any) -> Topology:
+def _topology_of(given: Any) -> Topology:
     hosts = (
         Host(row["host"], dict(row.get("labels") or {}), row.get("machine", ""), row.get("is_explicit", False))
-        for row in body["hosts"]
+        for row in given["hosts"]
     )
-    return Topology.of(hosts, body.get("failure_domains", Config.failure_domains))
+    return Topology.of(hosts, given.get("failure_domains", Config.failure_domains))
 
 
 def read_rates(text: str) -> Rates:
@@ -177,10 +177,10 @@ def read_rates(text: str) -> Rates:
         raise click.UsageError(f"{text!r} is neither {', '.join(PRESETS)} nor a file of rates")
     known = [each.name for each in fields(Rates)]
 
-    def rates_of(body: Any) -> Rates:
-        if unknown := sorted(body.keys() - set(known)):
+    def rates_of(given: Any) -> Rates:
+        if unknown := sorted(given.keys() - set(known)):
             raise ValueError(f"unknown: {', '.join(unknown)}")
-        return Rates(**{"source": text, **body})
+        return Rates(**{"source": text, **given})
 
     example = '{"failures_per_1000_host_days": 4, "domain_losses_per_year": {"rack": 0.1}}'
     return _read_json("rates", Path(text), rates_of, f"{example}, and it may have {', '.join(known)}")
