@@ -2,7 +2,7 @@
 
     python examples/ray_actors.py --ranks 2
 
-Nothing tells an actor its rank, so the driver does, and it names the launch: `attempt=` is equal on all ranks and new
+Nothing gives an actor its rank, so the driver does, and it names the launch: `attempt=` is equal on all ranks and new
 for every launch (R20). An actor that dies takes the launch down; the driver starts the next one.
 """
 

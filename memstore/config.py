@@ -193,7 +193,7 @@ class Config:
         return 2 * self.suspect_after_s  # a controller silent for this long is not waited for
 
     def commands(self, text: str) -> str:
-        """Return `text` with this store named in the `memstore` commands that it tells to run."""
+        """Return `text` with this store named in the `memstore` commands that it names."""
         return commands_naming(self.store, self.arena_dir, text)
 
     def store_fields(self) -> dict[str, Any]:
@@ -258,7 +258,7 @@ def _quota(value: Any) -> tuple[str, ...] | None:
 
 
 def commands_naming(store: str, arena_dir: str, text: str) -> str:
-    """Return `text` with a store named in the `memstore` commands that it tells to run.
+    """Return `text` with a store named in the `memstore` commands that it names.
 
     A command without --store is for the store "default": run as printed it would stop or clear another one.
     """

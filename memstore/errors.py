@@ -92,7 +92,7 @@ class PeerTimeout(TransportError, TimeoutError):
 
 
 class PeerRefused(TransportError):
-    """A peer will not take a copy; `is_final` tells whether waiting can help."""
+    """A peer will not take a copy; `is_final` says that waiting cannot help."""
 
 
 class ProtocolError(TransportError):

@@ -51,6 +51,14 @@ class Scheme:
         """Return the memory of all hosts as a factor of the bytes put, with room for so many versions."""
         return versions * Fraction(self.width, self.data)
 
+    def bonds(self, topology: Topology, *, strategy: Strategy = "mixed", scatter: int = 1) -> list[Bond]:
+        """Return which hosts may not be lost together; none where there are too few domains for parity."""
+        if self.is_parity:
+            level = spread_level(topology, self.spare + 1).level
+            groups = parity_groups(topology, level, self.data, self.spare)
+            return [Bond(frozenset(group), self.spare) for group in groups]
+        return bonds_of_placement(scattered(None, topology, replicas=self.width, strategy=strategy, scatter=scatter))
+
 
 SCHEMES = tuple(Scheme(*each) for each in ((1, 1), (1, 2), (2, 1), (3, 1), (4, 1), (8, 1), (4, 2), (8, 2)))
 
@@ -92,8 +100,7 @@ def bill(
         unmet, sources = _unmet(scheme, level, domains), scheme.data if scheme.is_parity else scheme.spare
         fatal: dict[int, Fraction | None] = dict.fromkeys(LOST)
         if scheme.is_parity and not unmet:
-            groups = parity_groups(topology, level, scheme.data, scheme.spare)
-            fatal = _fatal([Bond(frozenset(group), scheme.spare) for group in groups], len(domains))
+            fatal = _fatal(scheme.bonds(topology), len(domains))
         elif not unmet:
             copies = scattered(None, topology, replicas=scheme.width, strategy=strategy, scatter=scatter)
             sources = max(map(len, copies.merged().values()))

@@ -1,4 +1,4 @@
-"""How often hosts, and what many of them share, are lost: published figures, each with its source.
+"""How often hosts, and what many of them share, fail: published figures, each with its source.
 
 Pure: no torch, ray, socket, clock, environment or file access. Read `losses.py` for what follows from them.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 DAYS_A_YEAR = 365.25
 DAY_S = 86_400.0
@@ -20,7 +20,7 @@ DEAN_DOMAINS = {"rack": 20 / 30, "switch": 5 / 30, "power": 1 / 2.4, "zone": 0.5
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """How often a cluster loses what, and how long it takes to have it back."""
+    """How often a cluster loses what, how long it takes to have it back, and how failures come."""
 
     failures_per_1000_host_days: float  # of a host, of any cause that ends a job
     memory_share: float = 1.0  # of these, take the host's memory with them, or cut it off: what copies are for
@@ -29,8 +29,12 @@ class Rates:
     # takes 454 to 768 s, starting it again with warm standbys 46 to 65 s.
     replace_s: float = 768.0
     # Until a lost host is back itself. StepFun, InfiniteHBD-Trace (400 servers, 349 days): 0.85 days in the median.
-    repair_s: float = 0.85 * DAY_S
+    host_repair_s: float = 0.85 * DAY_S
     source: str = ""
+    process_share: float = 0.0  # of the failures: the processes end, the host stays
+    burst_weights: tuple[float, ...] = (1.0,)  # of bursts of 1 host, of 2, and so on
+    is_even: bool = False  # one as long after another as the next, not at random
+    is_replay: bool = False  # of a trace, and the rates are what it comes to
 
     def __post_init__(self) -> None:
         """Refuse what is no rate."""
@@ -38,9 +42,11 @@ class Rates:
             **{each.name: getattr(self, each.name) for each in fields(self) if each.type == "float"},
             **{f"domain_losses_per_year of {level}": rate for level, rate in self.domain_losses_per_year.items()},
         }.items():
-            most = 1.0 if name == "memory_share" else math.inf
+            most = 1.0 if name.endswith("_share") else math.inf
             if not (0 <= value <= most and math.isfinite(value)):
                 raise ValueError(f"{name} is {value:g}, must be a number from 0 to {most:g}")
+        if not self.burst_weights or min(self.burst_weights) < 0 or not 0 < sum(self.burst_weights) < math.inf:
+            raise ValueError(f"burst_weights are {self.burst_weights}, must be numbers from 0, not all of them 0")
 
     @property
     def host_losses_per_s(self) -> float:
@@ -52,13 +58,27 @@ class Rates:
         return self.domain_losses_per_year.get(level, 0.0) / DAYS_A_YEAR / DAY_S
 
 
+_STEPFUN = Rates(
+    467 / (400 * 349) * 1000,
+    285 / 466,
+    source="InfiniteHBD-Trace (StepFun), 400 servers, 349 days, 467 faults in service",
+)
+# 419 unexpected interruptions in 54 days on 2,048 hosts. Copies are for the 88 of maintenance, power, chassis, boards,
+# CPU, memory and SSD (46), or of switch, cable and NIC (42). After the others, of GPUs and software, memory is there
+# and can be read; software, NCCL's watchdog and dependencies (63) leave the host where it is.
+_LLAMA3 = Rates(
+    419 / (2048 * 54) * 1000,
+    88 / 419,
+    source="Llama 3 405B, 16,384 H100 (Meta, arXiv 2407.21783, table 5)",
+    process_share=63 / 419,
+)
 PRESETS = {
-    # 419 unexpected interruptions in 54 days on 2,048 hosts. Copies are for the 88 of maintenance, power, chassis,
-    # boards, CPU, memory and SSD (46), or of switch, cable and NIC (42). After the others, of GPUs and software, memory
-    # is there and can be read.
-    "llama3": Rates(
-        419 / (2048 * 54) * 1000, 88 / 419, source="Llama 3 405B, 16,384 H100 (Meta, arXiv 2407.21783, table 5)"
-    ),
+    "llama3": _LLAMA3,
+    "llama3-16k": _LLAMA3,
     # 6.50 failures in 1,000 node-days. Which of them leave the memory is not published: all are counted.
     "rsc": Rates(6.50, source="RSC-1, 16,000 A100 (Kokolis et al., HPCA 2025, arXiv 2410.21680)"),
+    # 401 bursts of faults at most 10 minutes apart. What is unknown counts as lost memory.
+    "stepfun-bursts": replace(_STEPFUN, process_share=23 / 466, burst_weights=(361, 29, 6, 1, 2, 1, 0, 0, 1)),
+    "stepfun-trace": replace(_STEPFUN, is_replay=True),
+    "gemini": Rates(15.0, source="Gemini (SOSP 2023), 1.5 % of the machines a day", is_even=True),
 }

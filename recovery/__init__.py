@@ -1,6 +1,6 @@
 """What can be rebuilt from what survived, and how fastest? Pure.
 
-Reading order: inventory, lineage, candidates, balance, transfers, planner, metrics.
+Reading order: inventory, lineage, candidates, balance, transfers, planner.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from recovery.candidates import Rejected
 from recovery.inventory import CommitFact, Copy, DurableMarker, Inventory, ShardId, ShardSpec, StepId
 from recovery.lineage import AttemptFact, Span, in_lineage, lineage
-from recovery.metrics import Event, ettr, expected_ettr
 from recovery.planner import RecoveryPlan, lose, plan, relaunch, what_if
 from recovery.transfers import Transfer
 
@@ -17,7 +16,6 @@ __all__ = [
     "CommitFact",
     "Copy",
     "DurableMarker",
-    "Event",
     "Inventory",
     "RecoveryPlan",
     "Rejected",
@@ -26,8 +24,6 @@ __all__ = [
     "Span",
     "StepId",
     "Transfer",
-    "ettr",
-    "expected_ettr",
     "in_lineage",
     "lineage",
     "lose",

@@ -1,6 +1,6 @@
 """Which step is restored, from where, and why not a newer one? The planner's verdict with its reasons (R22-R27).
 
-Pure: moves no byte and raises only for a caller's contradiction. Read `metrics.py` next.
+Pure: moves no byte and raises only for a caller's contradiction.
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ def left_behind(before: set[str], settle_s: float = SETTLE_S) -> set[str]:
         foreign |= others
         if left == others or time.monotonic() > deadline:
             return left - others
-        time.sleep(0.02)  # between two looks; the deadline above bounds the wait
+        time.sleep(0.02)  # nothing announces that another process's listener or folder is gone
 
 
 @pytest.fixture(autouse=True)

@@ -50,7 +50,7 @@ def merge(name: str, records: Sequence[Record], folder: Path) -> None:
     body[name] = list({**kept, **{record.name: _to_dict(record) for record in records}}.values())
     written = folder / f"{RECORDS}.{os.getpid()}"
     written.write_text(json.dumps(dict(sorted(body.items())), indent=1) + "\n", encoding="utf-8")
-    written.replace(folder / RECORDS)  # whoever reads meanwhile, or is killed, has a whole file
+    written.replace(folder / RECORDS)  # a reader, or a kill meanwhile, finds a whole file
 
 
 def load(folder: Path = FOLDER) -> dict[str, list[Record]]:

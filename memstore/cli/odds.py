@@ -5,30 +5,29 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from memstore.cli.bill import Terms, chance_text
 from memstore.cli.options import Seconds, Where, config_or_usage, where_options
-from memstore.cli.output import data_console, plain_table, plural, print_json, size_text
+from memstore.cli.output import PlainTable, data_console, plain_table, plural, print_json, size_text
 from memstore.config import GIB, Config, bytes_from_text
 from memstore.core.wire.replies import Status
 from memstore.core.wire.status_rows import HostRow
 from memstore.errors import ConfigError
 from placement.bill import Scheme
 from placement.losses import Cause, causes
-from placement.odds import Bond, Odds, bonds_of_placement, corollary, sampled_odds, survival_odds
-from placement.parity_sets import parity_groups
+from placement.odds import Bond, Odds, corollary, sampled_odds, survival_odds
 from placement.rates import PRESETS, Rates
-from placement.scatter import scattered
-from placement.topology import Host, Topology, spread_level
+from placement.topology import HOST_LEVEL, Host, Topology, spread_level
 
+T = TypeVar("T")
 COUNTS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 YEARS_MAX = 1_000_000  # longer is not worth a number
 SAMPLES = 100_000  # sets of lost hosts drawn where they cannot be counted
@@ -67,24 +66,29 @@ class PlacedHosts:
         """Place copies, or make parity groups, as the store would on these hosts."""
         if not topology.hosts:
             raise ConfigError("there are no hosts: say how many with --hosts, or name them in a --topology FILE")
-        scheme, level = terms.scheme, spread_level(topology, terms.replicas).level
-        if not scheme.is_parity:
-            copies = terms.replicas, terms.placement, terms.scatter
-            placed = scattered(None, topology, replicas=copies[0], strategy=copies[1], scatter=copies[2])
-            return cls(topology, replace(terms, replicas=placed.replicas), bonds_of_placement(placed), placed.level)
-        groups = parity_groups(topology, level, scheme.data, scheme.spare)
-        if not groups:
+        level, spare = spread_level(topology, terms.replicas).level, terms.scheme.spare
+        if not terms.scheme.is_parity:
+            terms = replace(terms, replicas=min(terms.replicas, len(topology.hosts)))
+        bonds = terms.scheme.bonds(topology, strategy=terms.placement, scatter=terms.scatter)
+        if not bonds:
             have = plural(len(set(topology.domains(level).values())), level)
             raise ConfigError(
-                f"parity that survives {plural(scheme.spare, level)} needs {2 + scheme.spare}, there are {have}; "
+                f"parity that survives {plural(spare, level)} needs {2 + spare}, there are {have}; "
                 f"a job has copies there, so ask about --replicas {terms.replicas} without --parity",
                 field="parity",
                 value=terms.parity,
             )
-        return cls(topology, terms, [Bond(frozenset(group), scheme.spare) for group in groups], level)
+        return cls(topology, terms, bonds, level)
 
 
 # -- what is asked ------------------------------------------------------------------------------------
+
+
+def rates_option(name: str, words: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return an option that `read_rates` understands."""
+    names = "|".join((*PRESETS, "FILE"))
+    words += ": published figures, or yours as JSON."
+    return click.option(name, default="llama3", show_default=True, metavar=names, help=words)
 
 
 CLUSTER = (
@@ -98,13 +102,7 @@ CLUSTER = (
     ),
     click.option("--replicas", type=int, metavar="N", help="Copies, or with --parity one more than losses survived."),
     click.option("--parity", type=int, metavar="K", help="Data hosts per parity, as in Config(parity=4)."),
-    click.option(
-        "--rates",
-        default="llama3",
-        show_default=True,
-        metavar="llama3|rsc|FILE",
-        help="How often hosts, racks, switches and power fail: published figures, or yours as JSON.",
-    ),
+    rates_option("--rates", "How often hosts, racks, switches and power fail"),
 )
 
 
@@ -127,7 +125,8 @@ def cluster_of(
     if racks is not None and hosts is None:
         raise click.UsageError("--racks goes with --hosts; a --topology FILE and a store say their racks themselves")
     if topology is not None:
-        found, status = _read_topology(topology), None
+        example = '{"hosts": [{"host": "h0", "labels": {"rack": "r0", "power": "p0"}}], "failure_domains": ["rack"]}'
+        found, status = _read_json("topology", topology, _topology_of, example), None
     elif hosts is not None:
         found, status = even_topology(hosts, racks), None
     else:
@@ -150,31 +149,24 @@ def even_topology(hosts_count: int, racks_count: int | None) -> Topology:
     return Topology.of(named)
 
 
-def _read_json(what: str, path: Path) -> dict[str, Any]:
+def _read_json(what: str, path: Path, make: Callable[[Any], T], example: str) -> T:
+    """Return what a JSON file describes."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{what} {path} cannot be read as JSON: {error}", field=what, value=str(path)) from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{what} {path} is not a JSON object", field=what, value=str(path))
-    return found
-
-
-def _read_topology(path: Path) -> Topology:
-    given = _read_json("topology", path)
-    try:
-        hosts = [
-            Host(row["host"], dict(row.get("labels") or {}), row.get("machine", ""), row.get("is_explicit", False))
-            for row in given["hosts"]
-        ]
-        return Topology.of(hosts, given.get("failure_domains", Config.failure_domains))
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        return make(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"topology {path} does not list hosts ({error!r}): it looks like "
-            '{"hosts": [{"host": "h0", "labels": {"rack": "r0", "power": "p0"}}], "failure_domains": ["rack"]}',
-            field="topology",
+            f"{what} {path} cannot be read ({type(error).__name__}: {error}): it looks like {example}",
+            field=what,
             value=str(path),
         ) from error
+
+
+def _topology_of(given: Any) -> Topology:
+    hosts = (
+        Host(row["host"], dict(row.get("labels") or {}), row.get("machine", ""), row.get("is_explicit", False))
+        for row in given["hosts"]
+    )
+    return Topology.of(hosts, given.get("failure_domains", Config.failure_domains))
 
 
 def read_rates(text: str) -> Rates:
@@ -182,19 +174,16 @@ def read_rates(text: str) -> Rates:
     if text in PRESETS:
         return PRESETS[text]
     if not Path(text).is_file():
-        raise click.UsageError(f"--rates {text!r} is neither {', '.join(PRESETS)} nor a file")
-    body, known = _read_json("rates", Path(text)), {each.name for each in fields(Rates)}
-    try:
-        if unknown := sorted(body.keys() - known):
+        raise click.UsageError(f"{text!r} is neither {', '.join(PRESETS)} nor a file of rates")
+    known = [each.name for each in fields(Rates)]
+
+    def rates_of(given: Any) -> Rates:
+        if unknown := sorted(given.keys() - set(known)):
             raise ValueError(f"unknown: {', '.join(unknown)}")
-        return Rates(**{"source": text, **body})
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f'rates {text} do not say how often what fails ({error}): for example {{"failures_per_1000_host_days": 4, '
-            f'"domain_losses_per_year": {{"rack": 0.1}}}}; it may have {", ".join(sorted(known))}',
-            field="rates",
-            value=text,
-        ) from error
+        return Rates(**{"source": text, **given})
+
+    example = '{"failures_per_1000_host_days": 4, "domain_losses_per_year": {"rack": 0.1}}'
+    return _read_json("rates", Path(text), rates_of, f"{example}, and it may have {', '.join(known)}")
 
 
 # -- odds ---------------------------------------------------------------------------------------------
@@ -219,26 +208,16 @@ def odds(where: Where, rates: str, lost: int, repair_s: float, as_json: bool, **
     """
     plan, _ = cluster_of(where, **cluster)
     assumed = read_rates(rates)
-    lost_max = min(lost, plan.hosts_count)
-    counted = survival_odds(plan.bonds, plan.hosts_count, lost_max)
-    sampled = {n: _sampled(plan, n, each) for n, each in enumerate(counted) if not each.is_exact}
     found = loss_causes(plan, assumed, repair_s)
+    counted = survival_odds(plan.bonds, plan.hosts_count, min(lost, plan.hosts_count))
+    answer, (rows, table) = sentence(plan, counted, found), lost_rows(plan, counted)
     if as_json:
-        body = _odds_json(plan, counted, sampled, found)
-        print_json({**body, "repair_s": repair_s, "rates": {e.name: getattr(assumed, e.name) for e in fields(Rates)}})
+        body = {"sentence": answer, "scheme": plan.scheme.name, "hosts": plan.hosts_count, "level": plan.level}
+        body |= {"odds": rows, "causes": [asdict(each) for each in found], "losses_per_year": _per_year(found)}
+        print_json({**body, "repair_s": repair_s, "rates": asdict(assumed)})
         return
     console = data_console()
-    console.print(sentence(plan, counted, found))
-    console.print()
-    table = plain_table("LOST AT ONCE", ">LOSES A STEP", ">ALL SURVIVES", ">GEMINI'S BOUND")
-    for count, each in list(enumerate(counted))[1:]:
-        bound = _bound(plan, count)
-        if count in sampled:
-            low, high = sampled[count]
-            loses, kept = f"{1 - high:.2%} to {1 - low:.2%}", f"{low:.4f} to {high:.4f}"
-        else:
-            loses, kept = chance_text(1 - each.chance), share_text(each.chance)
-        table.add_row(plural(count, "host"), loses, kept, "-" if bound is None else share_text(bound))
+    console.print(f"{answer}\n")
     for cause in found[1:]:
         alone = Fraction(cause.fatal_alone)
         table.add_row(f"1 {cause.level}", chance_text(alone), share_text(1 - alone), "-")
@@ -253,8 +232,27 @@ def odds(where: Where, rates: str, lost: int, repair_s: float, as_json: bool, **
         f"Rates: {assumed.source}; a lost one is whole again after {repair_s:g} s. All fail independently of one "
         "another here. Faults that come in bursts take a step along more often: docs/guide/how-many-copies.md"
     )
-    if sampled:
+    if any(row["interval_95"] for row in rows):
         console.print(f"Ranges hold 95 %: {SAMPLES:,} sets of lost hosts were drawn, too many share copies to count.")
+
+
+def lost_rows(plan: PlacedHosts, counted: Sequence[Odds]) -> tuple[list[dict[str, Any]], PlainTable]:
+    """Return the odds of each number of hosts lost at once as --json prints them, and as a table."""
+    rows, table = [], plain_table("LOST AT ONCE", ">LOSES A STEP", ">ALL SURVIVES", ">GEMINI'S BOUND")
+    for lost, each in enumerate(counted):
+        bound = None if plan.scheme.is_parity else corollary(plan.hosts_count, plan.terms.replicas, lost)
+        loses, survives, drawn = chance_text(1 - each.chance), share_text(each.chance), None
+        if not each.is_exact:
+            chance = random.Random(lost)
+            low, high = sampled_odds(plan.bonds, plan.hosts_count, lost, samples_count=SAMPLES, chance=chance)
+            drawn = low, high = max(low, float(each.chance)), high
+            loses, survives = f"{1 - high:.2%} to {1 - low:.2%}", f"{low:.4f} to {high:.4f}"
+        exactly, corollary_share = str(each.chance) if each.is_exact else None, None if bound is None else float(bound)
+        row = {"lost": lost, "survives": float(each.chance), "exactly": exactly, "interval_95": drawn}
+        rows.append({**row, "corollary": corollary_share})
+        if lost:
+            table.add_row(plural(lost, "host"), loses, survives, "-" if bound is None else share_text(bound))
+    return rows, table
 
 
 def loss_causes(plan: PlacedHosts, rates: Rates, repair_s: float) -> list[Cause]:
@@ -265,24 +263,22 @@ def loss_causes(plan: PlacedHosts, rates: Rates, repair_s: float) -> list[Cause]
         raise ConfigError(f"{error}: lower --repair-s, or the rates", field="repair_s", value=repair_s) from error
 
 
-def _sampled(plan: PlacedHosts, lost: int, bound: Odds) -> tuple[float, float]:
-    drawn = sampled_odds(plan.bonds, plan.hosts_count, lost, samples_count=SAMPLES, chance=random.Random(lost))
-    return max(drawn[0], float(bound.chance)), drawn[1]
+def _per_year(found: Iterable[Cause]) -> float:
+    return sum(each.losses_per_year for each in found)
 
 
-def sentence(plan: PlacedHosts, counted: Sequence[Odds], found: Sequence[Cause]) -> str:
+def sentence(plan: PlacedHosts, counted: Sequence[Odds], found: Iterable[Cause]) -> str:
     """Return the answer in one sentence."""
-    racks = plan.topology.domains(plan.level) if plan.level != "host" else {}
-    where = f" in {plural(len(set(racks.values())), plan.level)}" if racks else ""
+    level = plan.level
+    where = f" in {plural(len(set(plan.topology.domains(level).values())), level)}" if level != HOST_LEVEL else ""
     sure = max(n for n, each in enumerate(counted) if each.chance == 1)
     name = re.sub(r"^\d", lambda digit: COUNTS[int(digit[0])], plan.scheme.name)
-    words = f"With {name} on {plural(plan.hosts_count, 'host')}{where}: "
     kept = f"{'any ' if sure > 1 else ''}{_word(sure)} never {'loses' if sure == 1 else 'lose'} a step"
-    words += kept if sure else "no host may be lost"
+    words = f"With {name} on {plural(plan.hosts_count, 'host')}{where}: {kept if sure else 'no host may be lost'}"
     if sure + 1 < len(counted):
         chance = chance_text(1 - counted[sure + 1].chance).replace("%", " %")
         words += f"; {_word(sure + 1)} at once lose it with {chance}" if sure else f"; one loses a step with {chance}"
-    return f"{words}; expected {once_text(sum(each.losses_per_year for each in found))} at these rates."
+    return f"{words}; expected {once_text(_per_year(found))} at these rates."
 
 
 def _word(count: int) -> str:
@@ -313,39 +309,6 @@ def share_text(chance: Fraction) -> str:
     while float(1 - chance) < 10 ** (1 - digits):
         digits += 1
     return f"{float(chance):.{digits}f}"
-
-
-def _odds_json(
-    plan: PlacedHosts, counted: Sequence[Odds], sampled: Mapping[int, tuple[float, float]], found: Sequence[Cause]
-) -> dict[str, Any]:
-    rows = [
-        {
-            "lost": lost,
-            "survives": float(each.chance),
-            "exactly": str(each.chance) if each.is_exact else None,
-            "interval_95": sampled.get(lost),
-            "corollary": _float(_bound(plan, lost)),
-        }
-        for lost, each in enumerate(counted)
-    ]
-    return {
-        "sentence": sentence(plan, counted, found),
-        "scheme": plan.scheme.name,
-        "hosts": plan.hosts_count,
-        "level": plan.level,
-        "odds": rows,
-        "causes": [{name: getattr(each, name) for name in Cause.__slots__} for each in found],
-        "losses_per_year": sum(each.losses_per_year for each in found),
-    }
-
-
-def _bound(plan: PlacedHosts, lost: int) -> Fraction | None:
-    """Return Gemini's bound; of parity there is none."""
-    return None if plan.scheme.is_parity else corollary(plan.hosts_count, plan.terms.replicas, lost)
-
-
-def _float(chance: Fraction | None) -> float | None:
-    return None if chance is None else float(chance)
 
 
 # -- fit ----------------------------------------------------------------------------------------------
@@ -393,7 +356,7 @@ def fit(
     plan, status = cluster_of(where, **cluster)
     processes = ranks_per_host * bytes_from_text("process_bytes", process_bytes)
     needs = needs_of(plan, params * bytes_per_param, processes, nic)
-    per_year = sum(each.losses_per_year for each in loss_causes(plan, read_rates(rates), needs.repair_s))
+    per_year = _per_year(loss_causes(plan, read_rates(rates), needs.repair_s))
     limits = arena_limits(status.hosts) if status is not None else {}
     too_small = {host: limit for host, limit in limits.items() if limit < needs.arena_bytes}
     paste = paste_lines(plan.terms, needs)
@@ -414,7 +377,7 @@ def fit(
 
 
 def arena_limits(hosts: Iterable[HostRow]) -> dict[str, int]:
-    """Return how large the arena of each host may be; of a dead one nobody knows."""
+    """Return how large the arena of each host may be; that of a dead one is not known."""
     return {row.host: row.stats.limit_bytes for row in hosts if row.stats is not None and row.status != "dead"}
 
 

@@ -64,7 +64,7 @@ def say(text: str) -> None:
 
 
 def for_this_store(text: str) -> str:
-    """Return `text` with the verb's store named in the `memstore` commands that it tells to run."""
+    """Return `text` with the verb's store named in the `memstore` commands that it names."""
     context = click.get_current_context(silent=True)
     config = context.find_root().meta.get(STORE_CONFIG) if context is not None else None
     return text if config is None else str(config.commands(text))

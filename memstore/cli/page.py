@@ -54,7 +54,7 @@ def page(ctx: click.Context, where: Where, bind: str, port: int, token_file: str
     """Serve a page that shows the store as it is, changes nothing, and asks no other host.
 
     On loopback every user of this machine can read it unless there is a token; elsewhere it demands one. The link that
-    is printed has it behind a #, which browsers send to nobody.
+    is printed has it behind a #, which browsers never send.
     """
     from memstore.shell.page.server import PageServer, is_loopback
 

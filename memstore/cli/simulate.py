@@ -13,18 +13,17 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.progress import Progress
 
+from memstore.cli.odds import rates_option, read_rates
 from memstore.cli.options import json_option
 from memstore.cli.output import data_console, plain_table, print_json, words_console
 from memstore.errors import ConfigError, MemstoreError
 from memstore.intervals import parse_every, parse_put_every
 from placement.bill import Scheme
-from placement.rates import DAY_S
+from placement.rates import DAY_S, Rates
 
 if TYPE_CHECKING:
-    from memstore.core.forecast.failures import FailureModel, FailureTrace
-    from memstore.core.forecast.runs import Outlook
+    from memstore.core.forecast import FailureTrace, Outlook
 
-PRESETS = ("llama3-16k", "rsc", "stepfun-bursts", "stepfun-trace", "gemini")
 HOSTS_PER_SPARE = 64  # unless --spares is given
 FAILURES_MAX = 5_000_000  # of one run: what fits into memory
 SAMPLE = 20_000  # failures that the mean time between them, and the best interval, are taken from
@@ -36,7 +35,7 @@ def _number(name: str, default: float, words: str) -> Callable[[Callable[..., An
 
 
 @click.command(short_help="How much of its time a job of many hosts would train, by policy, in simulated time.")
-@click.option("--preset", type=click.Choice(PRESETS), default="llama3-16k", show_default=True, help="How hosts fail.")
+@rates_option("--preset", "How hosts fail")
 @click.option("--hosts", type=click.IntRange(2, 1_000_000), default=2048, show_default=True, help="Hosts of the job.")
 @_number("--days", 30, "Length of a run.")
 @click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="The same seed, the same failures.")
@@ -82,23 +81,23 @@ def _simulated(given: Mapping[str, Any]) -> tuple[list[Outlook], dict[str, Any]]
     """Draw the failures of every run, and play every policy on them."""
     import numpy as np
 
-    from memstore.core.forecast import failures, policies, runs
+    from memstore.core import forecast
 
-    model = _model(given)
-    site = failures.JobHosts(given["hosts"], given["hosts_per_rack"], given["bursts_in_rack"])
-    duration_s, trace = given["days"] * DAY_S, _trace() if model.is_replay else None
+    rates = _rates(given)
+    site = forecast.JobHosts(given["hosts"], given["hosts_per_rack"], given["bursts_in_rack"])
+    duration_s, trace = given["days"] * DAY_S, _trace() if rates.is_replay else None
 
-    def draw(run: int) -> list[failures.HostFailure]:
-        return failures.draw_failures(model, site, duration_s, np.random.default_rng([given["seed"], run]), trace)
+    def draw(run: int) -> list[forecast.HostFailure]:
+        return forecast.draw_failures(rates, site, duration_s, np.random.default_rng([given["seed"], run]), trace)
 
     sample = [draw(0)]
     while len(sample) < given["runs"] and sum(map(len, sample)) < SAMPLE:
         sample.append(draw(len(sample)))
     mtbf_s = len(sample) * duration_s / max(1, sum(map(len, sample)))
-    costs = policies.Costs(
+    costs = forecast.Costs(
         given["step_s"], *(given["gib"] / given[f"{way}_gib_s"] for way in ("copy", "send", "write"))
     )
-    found = policies.policies(
+    found = forecast.policies(
         costs,
         mtbf_s,
         put_every=parse_put_every(_whole(given["put_every"])),
@@ -108,45 +107,43 @@ def _simulated(given: Mapping[str, Any]) -> tuple[list[Outlook], dict[str, Any]]
     ready = -(-site.hosts // HOSTS_PER_SPARE) if given["spares"] is None else given["spares"]
     console = words_console()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        outlooks = runs.compare(
+        outlooks = forecast.compare(
             found,
             draw,
             runs=bar.track(range(given["runs"]), description="simulating"),
             sample=sample,
             site=site,
             duration_s=duration_s,
-            spares=runs.SpareHosts(ready, model.rates.repair_s, model.rates.replace_s),
+            spares=forecast.SpareHosts(ready, rates.host_repair_s, rates.replace_s),
             step_s=costs.step_s,
         )
-    return outlooks, {"spares": ready, "mtbf_s": mtbf_s, "source": model.rates.source}
+    return outlooks, {"spares": ready, "mtbf_s": mtbf_s, "source": rates.source}
 
 
-def _model(given: Mapping[str, Any]) -> FailureModel:
+def _rates(given: Mapping[str, Any]) -> Rates:
     """Return how hosts fail; ValueError for what cannot be simulated."""
-    from memstore.core.forecast.failures import MODELS
-
     strange = [name for name, value in given.items() if isinstance(value, float) and math.isnan(value)]
     if strange:
         raise ValueError(f"--{strange[0].replace('_', '-')} is nan: give a number")
     if given["parity"] == 1:
         raise ValueError("--parity 1 would be copies: give 0, or 2 or more")
-    model, failures = MODELS[given["preset"]], given["failures"]
+    rates, failures = read_rates(given["preset"]), given["failures"]
     if failures is not None:
-        if model.is_replay:
+        if rates.is_replay:
             raise ValueError(
                 f"--preset {given['preset']} replays what was seen, --failures cannot change it: leave out one"
             )
-        model = replace(model, rates=replace(model.rates, failures_per_1000_host_days=failures))
-    expected = model.rates.failures_per_1000_host_days / 1000 * given["hosts"] * given["days"]
+        rates = replace(rates, failures_per_1000_host_days=failures)
+    expected = rates.failures_per_1000_host_days / 1000 * given["hosts"] * given["days"]
     if expected > FAILURES_MAX:
         raise ValueError(f"{expected:,.0f} failures in a run, at most {FAILURES_MAX:,}: take fewer --days or --hosts")
-    return model
+    return rates
 
 
 def _trace() -> FailureTrace:
-    from memstore.core.forecast.failures import FailureTrace
+    from memstore.core.forecast import FailureTrace
 
-    table = json.loads(resources.files("memstore.core.forecast").joinpath("stepfun.json").read_text(encoding="utf-8"))
+    table = json.loads(resources.files("memstore.core").joinpath("stepfun.json").read_text(encoding="utf-8"))
     return FailureTrace(table["servers"], table["days"], table["rows"])
 
 

@@ -66,7 +66,7 @@ def verify(ctx: click.Context, where: Where, job: str | None, offline: bool, as_
 
 
 def _ask_hosts(where: Where, job: str | None, before: Status) -> VerifyResult:
-    """Ask all hosts; a bar on stderr tells how much they have digested by now, of all that lies there at most."""
+    """Ask all hosts; a bar on stderr shows how much they have digested by now, of all that lies there at most."""
     context, began, over = click.get_current_context(), _verified_bytes(before), threading.Event()
     used_bytes = sum(row.stats.used_bytes for row in before.hosts if row.stats is not None and row.status != "dead")
 

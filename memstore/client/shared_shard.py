@@ -156,7 +156,7 @@ class SharedShard:
     # -- writers that differ ----------------------------------------------------------------------
 
     def name_differing(self, link: HolderLink, event: ShardDiffers, wait: Callable[[int], object]) -> None:
-        """Look, in a thread of its own, which tensors two writers put differently, and tell the controller.
+        """Look, in a thread of its own, which tensors two writers put differently, and report it to the controller.
 
         Args:
             event: The holder's: the step, the other writer, chunks that differ; none if they are equal again.

@@ -39,8 +39,8 @@ class Steps:
         self._tickets: dict[int, Ticket] = {}
         self._skipped = SkippedPuts(link)
         self._skipping: Future[Any] | None = None
-        self._trained, self._said_s = (-1, -1), -SAY_S  # attempt and step that the holder was told last, and when
-        self._nonfinite: list[str] = []  # the tensors that the controller was told of last
+        self._trained, self._said_s = (-1, -1), -SAY_S  # attempt and step that the holder was sent last, and when
+        self._nonfinite: list[str] = []  # the tensors that the controller was sent last
         self.resume_step = 0  # no older one is put
         self.last = self._floor = -1
 

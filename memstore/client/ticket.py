@@ -44,7 +44,7 @@ class Ticket:
         self.reason = ""
         self.digest = ""  # of the shard, once its holder has sealed it
         self._torn = ""
-        self._commands = commands  # names the store in what an error tells to run
+        self._commands = commands  # names the store in an error's commands
         self._changed = SafeCondition()
         self._pid = os.getpid()
 

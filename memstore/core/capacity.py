@@ -278,7 +278,7 @@ class RebuildRoom:
     """Room on one host for copies that placement does not ask of it: they stand in for those of a host that flaps."""
 
     slots_count: int
-    used_s: float  # when it was last asked for: room that nobody asks for goes back
+    used_s: float  # when it was last asked for: room that no host asks for goes back
     number: int = 0  # of the order that asked for it, or the last one before it was asked again without it
     state: Literal["asked", "claimed", "refused"] = "asked"
 
@@ -472,7 +472,7 @@ class Reservations:
     def room_to_rebuild(self, job: Job, attempt: Attempt, host: str, slots_count: int) -> RebuildRoom:
         """Return a host's room for copies that placement does not ask of it; the first call asks the host for it.
 
-        It is no part of the reservation: a host that has no memory for it refuses it, and stands in for nobody.
+        It is no part of the reservation: a host that has no memory for it refuses it, and stands in for no other.
         """
         key = (job.name, host)
         room = self.rebuilds.get(key)
@@ -485,7 +485,7 @@ class Reservations:
         return room
 
     def _end_rebuilds(self, now: float) -> None:
-        """Give back the room for copies in other hosts' stead that nobody has asked for lately."""
+        """Give back the room for copies in other hosts' stead that were not asked for lately."""
         for (name, host), room in list(self.rebuilds.items()):
             job = self.state.jobs.get(name)
             if job is None or job.newest is None or not self.state.hosts.is_live(host):

@@ -198,7 +198,7 @@ class Substitutes:
 # Parity that was lost is added up again from the shards in it; a lost shard is decoded from the parity (R37).
 
 
-OPEN_PARITY_S = 5.0  # from a put until its host is told to add it into parity that an open step still lacks
+OPEN_PARITY_S = 5.0  # from a put until its host is ordered to add it into parity that an open step still lacks
 ADDING_DEADLINE_S = 10.0  # until a shard is ordered to be added again: no report says that parity was given up
 Decode = Callable[[str, Job, Attempt, ShardId], None]  # orders a host to decode a shard and to store it
 DECODE_DEADLINE_S = 60.0  # until a shard that was to be decoded, and is not there, is ordered again

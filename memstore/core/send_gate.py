@@ -66,7 +66,7 @@ class Sending:
                     self.piece_bytes = max(PIECE_MIN_BYTES, self.piece_bytes // 2)
                 self.given_s, self.given_bytes = now, unacked
             return 0
-        if not unacked and took_s < PIECE_S and self.given_bytes >= self.piece_bytes:  # a frame's last tells nothing
+        if not unacked and took_s < PIECE_S and self.given_bytes >= self.piece_bytes:  # a frame's last shows nothing
             self.piece_bytes = min(PIECE_MAX_BYTES, 2 * self.piece_bytes)
         nbytes = min(asked, self.piece_bytes)
         self.given_s, self.given_bytes = now, unacked + nbytes

@@ -49,7 +49,7 @@ def items_of(metadata: Metadata) -> Iterator[Item]:
 
 
 class _Held(DefaultLoadPlanner, DefaultSavePlanner):  # type: ignore[misc]
-    """Keeps what is read, and has what is written; objects stay bytes, which nobody decodes."""
+    """Keeps what is read, and has what is written; objects stay bytes, never decoded."""
 
     def __init__(self, entries: dict[str, Any], values: Values, progress: Progress) -> None:
         self.entries, self.values, self.progress = entries, values, progress

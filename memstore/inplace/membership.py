@@ -196,7 +196,7 @@ class Inquiry:
         board.count(f"asked/{generation}", 1)
 
     def look(self, now: float) -> list[int] | None:
-        """Return the absent ranks once that is known, None before; tell the server, unless all or none are."""
+        """Return the absent ranks once that is known, None before; report them, unless all or none are."""
         absent = _others(_ranks_at(self.board, f"waits/{self.generation}", self.world_size), self.world_size)
         if absent and now < self.until_s:
             return None

@@ -1,4 +1,4 @@
-"""Priority of threads, waits and answers between threads, safe against exceptions of signal handlers; slow work told.
+"""Priority of threads, waits and answers between threads, safe against exceptions of signal handlers; slow work logged.
 
 A handler may raise between any two steps of the main thread; such an exception cannot tear the condition and the event
 here. All rooms of the shell may use it; it imports none.

@@ -1,4 +1,4 @@
-"""Drills that start Ray's processes anew: each has a cluster of its own.
+"""Drills that start Ray's processes again: each has a cluster of its own.
 
 A cluster made by a fixture counts as there before the test; the successors of its raylets would count as left behind.
 """

@@ -380,7 +380,7 @@ def test_importing_is_light(module: str) -> None:
 
 
 def test_a_class_has_a_name_of_its_own() -> None:
-    """Whoever searches for a class finds one; two adapters have the name that its framework's users look for."""
+    """A search for a class finds one; two adapters have the name that its framework's users look for."""
     places: dict[str, list[str]] = {}
     for path, text in sources(*PACKAGES):
         for name in re.findall(r"^ *class (\w+)[(:]", text, re.MULTILINE):

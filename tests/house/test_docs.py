@@ -55,11 +55,21 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= README_LINES_MAX
 
 
+@pytest.mark.xdist_group("generated")  # they share what `memstore simulate` says of large jobs
 @pytest.mark.parametrize("path", [path for path in GENERATE.pages() if "<!-- generated:" in path.read_text()], ids=str)
 def test_generated_parts_are_current(path: Path) -> None:
     """After a change of a setting, or of the rooms: `python docs/generate.py`, and commit the page."""
     text = path.read_text(encoding="utf-8")
     assert GENERATE.written(text) == text
+
+
+@pytest.mark.xdist_group("generated")
+@pytest.mark.parametrize("name", GENERATE.PLOTS)
+def test_a_plot_is_current_and_its_page_shows_it(name: str) -> None:
+    """Drawn from what the commands and the records say now."""
+    path = DOCS / name
+    assert path.read_text(encoding="utf-8") == GENERATE.PLOTS[name]()
+    assert f"]({path.name})" in path.with_suffix(".md").read_text(encoding="utf-8")
 
 
 def test_every_generated_part_stands_in_one_page() -> None:

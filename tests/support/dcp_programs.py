@@ -338,7 +338,7 @@ def save_and_outgrow(rank: DcpRank, step: int, how: str) -> dict[str, Any]:
         else:
             dcp.async_save(state, storage_writer=writer).result(120)
         writer.ticket.wait("committed", 60)
-    return {}
+    return {"level": writer.ticket.level, "reason": writer.ticket.reason}
 
 
 def load_parts(rank: DcpRank, seed: int, step: int, names: list[str]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Pods on this machine: the containers of deploy/kubernetes in namespaces and cgroups, with volumes that outlive them.
 
 A container has what the manifest's has: its user and no capability, a read-only root, the pod's volumes and nothing
-else to write to, a memory limit, process ids of its own. /dev/shm is 64 MB, as where nobody mounts a larger one. The
+else to write to, a memory limit, process ids of its own. /dev/shm is 64 MB, as where no larger one is mounted. The
 root is this machine's, seen through an overlay. The network is this machine's too, unless one is given. Needs root.
 """
 
@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -210,17 +209,19 @@ class Pod:
         """Kill every process of the container, as the kernel does for memory; return when none is left."""
         if self.container is None:
             return
-        procs = self.cgroup / "cgroup.procs"
-        deadline_s = time.monotonic() + COMMAND_S
-        while (pids := procs.read_text().split()) and time.monotonic() < deadline_s:
-            for pid in map(int, pids):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.02)
+        wait_for(self._is_killed, f"the end of every process of {self.name}", COMMAND_S)
         self.container.kill()
         self.container.wait(timeout=COMMAND_S)
         self.container = None
         wait_for(lambda: _removed(self.cgroup), f"the end of the container's cgroup {self.cgroup}")
+
+    def _is_killed(self) -> bool:
+        """Kill every process that is in the container now; return whether there was none."""
+        pids = (self.cgroup / "cgroup.procs").read_text().split()
+        for pid in map(int, pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return not pids
 
     def log(self) -> str:
         """Return the end of what the containers printed."""

@@ -24,7 +24,7 @@ import torch
 import memstore
 from memstore.config import Config
 
-LOOK_S = 0.01
+STEP_S = 0.01  # of a training that only waits
 
 
 def say(word: str) -> None:
@@ -46,7 +46,7 @@ def counted(number: int, frame: FrameType | None) -> None:
 def wait() -> None:
     """Train."""
     while True:
-        time.sleep(LOOK_S)
+        time.sleep(STEP_S)
 
 
 def hang() -> None:

@@ -353,7 +353,7 @@ class ReplicaStore(Generic[M_co, F_co]):
                         self.table.release(slot)
                     elif is_added:  # not before: another thread stores the parity once all is added
                         row.added[rank] = digest
-                    else:  # what its bytes are now nobody knows
+                    else:  # what its bytes are now is unknown
                         self.index.abort_parity(parity)
                     self.flush()
 

@@ -1,6 +1,6 @@
 """Which release reads which formats, and whether a running host may go on with another release (R40). Pure.
 
-A format is one number for all that it names. Whoever changes what is written raises it where it is declared, and adds
+A format is one number for all that it names. A change of what is written raises it where it is declared, and adds
 the row of the next release here; the golden files of the releases (tests/golden) show that nothing changed unnoticed.
 """
 

@@ -266,7 +266,7 @@ class HolderIo(Protocol):
         """Make a call of the store that may block (digests, waits, unlinks files); return what the call returns."""
 
     async def claim_room(self, job: str, share: PeerShare) -> None:
-        """Reserve room for a job, and tell its ranks how far that is; CapacityError, with numbers, if it cannot be."""
+        """Reserve room for a job, and send its ranks how far that is; CapacityError, with numbers, if it cannot be."""
 
     async def verify(self, stored: StoredReplica, chunks: frozenset[int] | None = None) -> list[int]:
         """Digest a pinned replica again (None: all of it), quarantine what is bad; return what this host lacks now."""
@@ -324,7 +324,7 @@ class HolderIo(Protocol):
         """Send a rank a message; a link that cannot take it ends, and comes back."""
 
     async def grant(self, link: Link) -> None:
-        """Lease a rank what its share allows (`ranks.lease`), and tell it, in the order of its leases."""
+        """Lease a rank what its share allows (`ranks.lease`), and send it, in the order of its leases."""
 
     async def close_link(self, link: Link) -> None:
         """End a link."""

@@ -133,7 +133,7 @@ async def _grant(io: HolderIo, state: HolderState, rows: tuple[WireShard, ...]) 
 
 
 async def abandon(io: HolderIo, state: HolderState, level: StepLevel) -> None:
-    """Forget a step that was not committed, and tell the ranks that put it."""
+    """Forget a step that was not committed, and send word to the ranks that put it."""
     await io.on_store(partial(state.store.drop_step, level.job, level.attempt, level.step))
     await ranks.send_to_attempt(io, state, level)
     await ranks.grant_job(io, state, level.job)

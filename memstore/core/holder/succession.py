@@ -1,8 +1,8 @@
 """What a holder finds of the one before it: how long ago that ran, and the number of its life (R3, R5).
 
-How long nobody ran on an arena shows an orphan, by a clock that only counts up. The record names a moment of one boot.
-Nothing that is done to the wall clock makes an arena old; time before this boot, and time in which the machine slept,
-does not count.
+How long no holder ran on an arena shows an orphan, by a clock that only counts up. The record names a moment of one
+boot. Nothing that is done to the wall clock makes an arena old; time before this boot, and time in which the machine
+slept, does not count.
 """
 
 from __future__ import annotations

@@ -256,7 +256,7 @@ class Bring(Message, frozen=True, tag="bring"):
     use: Literal["get", "read", "repair", "store"]
     """A get of all ranks: every chunk is digested where it lies, and the rank compares `into=` with it, before it is
     reported (R23). A read, whose reader digests (R27). What a reader found damaged, or could not fetch. Or the host is
-    to have a copy, which nobody reads."""
+    to have a copy, which is never read."""
     others: tuple[ShardHost, ...] = ()
     """Where the other shards of its parity set are, if chunks are to be decoded."""
 

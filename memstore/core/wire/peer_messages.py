@@ -29,7 +29,7 @@ class OfferedChunk(Row, frozen=True):
     digest: ChunkDigest
     nbytes: Positive
     base: ChunkDigest | None = None
-    """Of a chunk as long that differs in few blocks: whoever has it needs a patch only."""
+    """Of a chunk as long that differs in few blocks: a host that has it needs a patch only."""
 
 
 class ChunkRun(Message, frozen=True, tag="run"):

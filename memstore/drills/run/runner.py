@@ -100,7 +100,7 @@ TELL_S = 2.0
 class Teller:
     """Tells the store what a drill does, on a thread of its own, for those who watch `memstore page` or `events`.
 
-    What cannot be told soon is dropped: the controller may be the victim, and no drill waits for its spectators.
+    What cannot be sent soon is dropped: the controller may be the victim, and no drill waits for its spectators.
     """
 
     def __init__(self, site: Site, job: str) -> None:

@@ -72,7 +72,7 @@ def make_folder(arena_dir: str | os.PathLike[str], *, store: str, host: str) -> 
 
 
 def commands_for(folder: Path, text: str) -> str:
-    """Return `text` with the store of a host's folder named in the `memstore` commands that it tells to run."""
+    """Return `text` with the store of a host's folder named in the `memstore` commands that it names."""
     return commands_naming(folder.parent.name, str(folder.parent.parent.parent), text)
 
 

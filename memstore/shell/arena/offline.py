@@ -67,7 +67,7 @@ class OfflineArena:
         return self.is_held and not (self.folder / MANIFESTS_NAME / name).exists()
 
     def is_listed(self, chunk: Chunk) -> bool:
-        """Return whether the slot table names the chunk, and the file reaches so far; nobody looks at its bytes."""
+        """Return whether the slot table names the chunk, and the file reaches so far; its bytes are not looked at."""
         ends = (slot * self._chunk_bytes + chunk.nbytes for slot in self._places.get(chunk.digest, ()))
         return any(end <= self._nbytes for end in ends)
 

@@ -42,7 +42,7 @@ from memstore.shell.on_ray.actors import gcs_storage, live_nodes
 Key = TypeVar("Key")
 LINK_BYTES, LINK_S = 64 * MIB, 0.5  # each way, whichever comes first: with three rounds of pairs it takes seconds
 LINK_WAIT_S = 3.0  # for a connection, a silent end, a clock
-CLOCK_TRIES = 3  # the quickest call tells most
+CLOCK_TRIES = 3  # the quickest call counts
 _TOKEN_BYTES, _RATE, _PIECE = 16, struct.Struct("!d"), 1 << 20
 _IDLE = re.compile(r'idle_timeout_minutes"?\s*:\s*([\d.]+)')
 

@@ -1,6 +1,6 @@
 """The server of `memstore page`: asks the store as a person would, and sends every reader the same answers.
 
-Nobody is asked while nobody reads. While somebody does, new events are asked for every second, and a status so rarely
+The controller is asked only while the page is read: new events are asked for every second, and a status so rarely
 that the controller spends at most SHARE of a core on it, however large the store is (D306). Nothing is changed.
 
     GET /        the page, which has no data       GET /stream  JSON lines, as things happen
@@ -206,7 +206,7 @@ class PageServer:
     async def _send_news(self, response: web.StreamResponse) -> None:
         shown, after_seq, said, wrote_s = None, 0, "", time.monotonic()
         while True:
-            after_seq = after_seq if after_seq <= self._next_seq else 0  # the store began anew
+            after_seq = after_seq if after_seq <= self._next_seq else 0  # the store began again
             news, message = self._news, self._message(shown, after_seq)
             if message or self.problem != said:
                 shown, after_seq, said = self.status, self._next_seq, self.problem

@@ -371,7 +371,7 @@ class ParityServer:
             parts: What they are added up from.
             rank: Whose chunks are wanted.
             wanted: Row -> chunk.
-            lost: Other ranks whose chunks in these rows nobody has.
+            lost: Other ranks whose chunks in these rows no host has.
         """
         theirs = {other: parts.chunks_in(other, wanted) for other in parts.by_rank if other != rank}
         lost = {*lost, *(other for other in theirs if not parts.by_rank[other].host)}

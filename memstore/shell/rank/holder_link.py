@@ -209,7 +209,7 @@ class HolderLink:
         return channel, welcome
 
     def commands(self, text: str) -> str:
-        """Return `text` with this store named in the `memstore` commands that it tells to run."""
+        """Return `text` with this store named in the `memstore` commands that it names."""
         return commands_for(self.folder, text)
 
     def _read_loop(self) -> None:

@@ -18,36 +18,17 @@ from memstore.core.wire.replies import host_fields, status_fields
 from memstore.errors import MemstoreError
 from memstore.shell.arena.folder import arena_folder
 from memstore.shell.rank.admin_link import Tool
+from memstore.testing.faults.processes import Started
 
 R = TypeVar("R")
 ANSWER_S = 30.0
-Self = TypeVar("Self", bound="Cluster")
 
 
-class Cluster:
-    """A store whose hosts are on this machine; a context manager that leaves nothing behind."""
+class Cluster(Started):
+    """A store whose hosts are on this machine."""
 
     config: Config
     labels: dict[str, dict[str, str]]  # by host
-
-    def __enter__(self: Self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def start(self) -> None:
-        """Start everything, and wait until all hosts serve."""
-        raise NotImplementedError
-
-    def stop(self) -> None:
-        """Kill every process and remove every arena; also after a start that failed."""
-        raise NotImplementedError
 
     def running(self) -> list[str]:
         """Return the hosts that may have a holder."""

@@ -29,6 +29,7 @@ from typing import Any
 
 from memstore.errors import DrillError
 from memstore.shell.arena.lock import is_alive, process_start_time
+from memstore.testing.faults.processes import Started
 
 COMMAND_S = 20.0
 NETWORKS = list(ipaddress.IPv4Network("198.18.0.0/15").subnets(new_prefix=24))
@@ -56,8 +57,8 @@ def available() -> str | None:
     return None
 
 
-class NamespaceRig:
-    """One namespace per host; a context manager that leaves nothing behind. Several rigs can run side by side."""
+class NamespaceRig(Started):
+    """One namespace per host. Several rigs can run side by side."""
 
     device = "eth0"
 
@@ -74,34 +75,27 @@ class NamespaceRig:
         self._owner = ""
         self.network = self.second_network = NETWORKS[0]
 
-    def __enter__(self) -> NamespaceRig:
-        try:
-            number = self._take_network()
-            self.network = NETWORKS[number]
-            if self._has_second:
-                self.second_network = NETWORKS[self._take_network()]
-            self._link = f"ms-{os.getpid()}-{number}"
-            self._owner = f"{os.getpid()}-{process_start_time(os.getpid())}-{number}"
-            self._keep(_SWITCH)
-            self._ip(_SWITCH, "link set lo up", "link add br0 type bridge", "link set br0 up")
-            if self._has_second:
-                self._ip(_SWITCH, "link add br1 type bridge", "link set br1 up")
-            pid = self._keepers[_SWITCH].pid
-            _run(["ip", "link", "add", self._link, "type", "veth", "peer", "name", "root", "netns", str(pid)])
-            _run(["ip", "addr", "add", f"{self.root_address}/24", "dev", self._link])
-            _run(["ip", "link", "set", self._link, "up"])
-            self._ip(_SWITCH, "link set root master br0", "link set root up")
-            for host in self._wanted:
-                self.add_host(host)
-        except BaseException:
-            self.close()
-            raise
-        return self
+    def start(self) -> None:
+        """Make the namespaces and their links."""
+        number = self._take_network()
+        self.network = NETWORKS[number]
+        if self._has_second:
+            self.second_network = NETWORKS[self._take_network()]
+        self._link = f"ms-{os.getpid()}-{number}"
+        self._owner = f"{os.getpid()}-{process_start_time(os.getpid())}-{number}"
+        self._keep(_SWITCH)
+        self._ip(_SWITCH, "link set lo up", "link add br0 type bridge", "link set br0 up")
+        if self._has_second:
+            self._ip(_SWITCH, "link add br1 type bridge", "link set br1 up")
+        pid = self._keepers[_SWITCH].pid
+        _run(["ip", "link", "add", self._link, "type", "veth", "peer", "name", "root", "netns", str(pid)])
+        _run(["ip", "addr", "add", f"{self.root_address}/24", "dev", self._link])
+        _run(["ip", "link", "set", self._link, "up"])
+        self._ip(_SWITCH, "link set root master br0", "link set root up")
+        for host in self._wanted:
+            self.add_host(host)
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def stop(self) -> None:
         """Kill every process in the rig and remove every link; a second call does nothing."""
         for host in self.hosts:
             self.kill(host)

@@ -1,4 +1,4 @@
-"""Scratch stores: names that tell the process that made them, and arena folders that are removed afterwards (R5)."""
+"""Scratch stores: names that show the process that made them, and arena folders that are removed afterwards (R5)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from memstore.shell.arena.folder import make_folder
 
 # -- store name ---------------------------------------------------------------------------------------
-# Names of scratch stores, which tell the process that made them.
+# Names of scratch stores, which show the process that made them.
 
 
 _MAKER = re.compile(r"-p([1-9][0-9]*)(?![0-9A-Za-z])")
@@ -30,7 +30,7 @@ def racks(hosts_count: int, racks_count: int = 2) -> dict[str, dict[str, str]]:
 
 
 def maker_pid(name: str) -> int | None:
-    """Return the id of the process that made a name, also of a path that contains one; None if the name tells none."""
+    """Return the id of the process that made a name, also of a path that contains one; None if the name has none."""
     found = _MAKER.search(name)
     return int(found.group(1)) if found else None
 

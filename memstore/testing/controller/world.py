@@ -20,7 +20,7 @@ from memstore.core.cluster.state import Rules
 from memstore.core.controller.machine import ControllerMachine
 from memstore.core.holder import ranks as links
 from memstore.core.holder import succession
-from memstore.core.journal.records import with_parts
+from memstore.core.journal.records import is_part, with_parts
 from memstore.core.report.event_kinds import event_fields
 from memstore.core.wire.codec import encode
 from memstore.core.wire.ids import Endpoint
@@ -323,6 +323,16 @@ class ControllerWorld(VirtualTime):
             return False
         self._forget(session)
         return True
+
+    def leave_to_late_host(self, name: str, known: int) -> None:
+        """Let one host alone keep the facts after so many, and be away while a successor starts without it."""
+        for other, holder in self.holders.items():
+            facts = [at for at, record in enumerate(holder.journal) if not is_part(record)]
+            if other != name:
+                del holder.journal[facts[known - 1] + 1 :]
+        self.kill_host(name, keep_memory=True)
+        self.crash_controller()
+        self.run(8.0)
 
     def return_host(self, name: str, *, keep_memory: bool = True, idle_s: float = 0.0) -> None:
         """Start a new holder on a host, with the memory that is left there, or with none; `idle_s`: none ran before."""

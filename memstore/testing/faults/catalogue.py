@@ -108,7 +108,7 @@ KINDS = {
                       drills="partition-half swizzle-clog cable-pulled"),
     "one-way": FaultKind("a link loses one direction", 3, 1, drills="partition-one-way"),
     "slow-link": FaultKind("a host's link is late and slow", 2, 1, drills="slow-link"),
-    "silent-peers": FaultKind("hosts and their peers wait for answers while the controller hears both", 0),
+    "silent-peers": FaultKind("hosts and their peers wait for answers while the controller gets reports of both", 0),
     "flip-in-transit": FaultKind("bits of chunks flip on their way", 3, 1, drills="flip-in-transit"),
     "reset-in-transit": FaultKind("connections between hosts are reset", 3, 1),
     "double-reports": FaultKind("reports arrive twice", 2),

@@ -32,6 +32,8 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote
 
+from memstore.testing.faults.processes import Started
+
 CLOUDS = ("s3", "gs", "az")
 BUCKET = "bucket"
 TOKEN = "test"  # that the server of gs takes; s3's takes any, az's checks signatures
@@ -49,8 +51,8 @@ def azurite() -> str | None:
 NO_AZURITE = "no Azurite: `npm install azurite`, then AZURITE=node_modules/.bin/azurite-blob"
 
 
-class ObjectServer:
-    """One server process of a cloud, with an empty bucket; a context manager that leaves nothing behind."""
+class ObjectServer(Started):
+    """One server process of a cloud, with an empty bucket."""
 
     def __init__(self, scheme: str, folder: Path) -> None:
         self.scheme, self.folder, self.url = scheme, folder, f"{scheme}://{BUCKET}"
@@ -75,7 +77,8 @@ class ObjectServer:
             return [sys.executable, "-m", "memstore.testing.faults.gcs_server", TOKEN]
         return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
 
-    def __enter__(self) -> ObjectServer:
+    def start(self) -> None:
+        """Start the server and make its bucket."""
         printed = self.folder / f"{self.scheme}-server.log"
         with printed.open("wb") as log:
             self.process = subprocess.Popen(
@@ -86,21 +89,13 @@ class ObjectServer:
                 stderr=log,
                 start_new_session=True,
             )
-        try:
-            deadline_s = time.monotonic() + START_S
-            while not (found := _RUNNING.search(printed.read_bytes())):
-                if self.process.poll() is not None or time.monotonic() > deadline_s:
-                    raise AssertionError(f"no server of {self.scheme}://:\n{printed.read_text()[-2000:]}")
-                time.sleep(0.02)
-            self.port = int(found[1])
-            self._make_bucket()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+        deadline_s = time.monotonic() + START_S
+        while not (found := _RUNNING.search(printed.read_bytes())):
+            if self.process.poll() is not None or time.monotonic() > deadline_s:
+                raise AssertionError(f"no server of {self.scheme}://:\n{printed.read_text()[-2000:]}")
+            time.sleep(0.02)
+        self.port = int(found[1])
+        self._make_bucket()
 
     def stop(self) -> None:
         """Kill the server, which loses all that it had stored."""

@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 from memstore.errors import DrillError
 from memstore.shell.arena.lock import is_alive, process_start_time
@@ -20,6 +21,30 @@ GONE_S = 20.0
 POLL_S = 0.01
 
 Process = tuple[int, int]  # pid and start time
+Self = TypeVar("Self", bound="Started")
+
+
+class Started:
+    """What starts processes: a context manager that leaves nothing behind."""
+
+    def __enter__(self: Self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start everything, and wait until it serves."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """Kill every process and remove what it made; also after a start that failed."""
+        raise NotImplementedError
 
 
 def process_of(pid: int) -> Process:

@@ -215,7 +215,7 @@ class DataEnd:
 
 
 class IndexedSamples(Dataset[tuple[int, int]]):
-    """Samples that tell which process loaded them."""
+    """Samples that show which process loaded them."""
 
     def __len__(self) -> int:
         return LENGTH
@@ -242,7 +242,7 @@ def stateful_loader(rank: int, world_size: int) -> Any:
 
 
 def epochs_of(loader: Any, first_step: int) -> Iterator[Any]:
-    """Yield torchdata's batches from this step's on, whose sampler is told the epoch."""
+    """Yield torchdata's batches from this step's on, whose sampler gets the epoch."""
     for epoch in itertools.count(first_step // (LENGTH // GLOBAL_BATCH)):
         loader.sampler.set_epoch(epoch)
         yield from loader

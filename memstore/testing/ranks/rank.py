@@ -7,6 +7,7 @@ does, and compares what it gets with a state that is made again (`states.py`).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -253,13 +254,12 @@ class RankProgram:
         return {}
 
     def do_settle(self, step: int, timeout_s: float) -> dict[str, Any]:
-        """Wait for the commit of a step, and go on if it does not come."""
+        """Wait for the commit of a step, and go on if it does not come: the ticket says how far it came, or why not."""
         try:
-            self.tickets[step].wait("committed", timeout_s)
+            with contextlib.suppress(TimeoutError):
+                self.tickets[step].wait("committed", timeout_s)
         except CommitError:
             time.sleep(STEP_S)
-        except TimeoutError:
-            pass  # the ticket below says how far it came
         return self.do_ticket(step)
 
     def do_ticket(self, step: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ BIAS_COUNT = 17  # an odd size, for a chunk that tensors share
 
 
 def make_state(seed: int, job: str, attempt: int, rank: int, step: int, nbytes: int) -> dict[str, Any]:
-    """Return about `nbytes` of tensors and plain objects; whoever else puts has another state.
+    """Return about `nbytes` of tensors and plain objects; another (rank, step) has another state.
 
     The bits are random, so the floats include NaN payloads and denormals. The state has a tied weight, a strided view,
     an empty tensor and one without dimensions: bugs of a copy show there first. A quarter never changes, so that its

@@ -258,7 +258,7 @@ def test_the_store_is_asked_only_while_somebody_reads(monkeypatch: pytest.Monkey
                 assert (await message(first))["groups"] == (await message(second))["groups"]
                 assert store.asked.count("AskStatus") == 1  # for both
             before = -1
-            while before != len(store.asked):  # until nobody is asked any more
+            while before != len(store.asked):  # until nothing is asked any more
                 before = len(store.asked)
                 await some_rounds(session)
 
@@ -330,7 +330,7 @@ def test_a_status_is_asked_so_rarely_that_it_takes_its_share(took_s: float, monk
     async def play() -> None:
         page = PageServer(store, "fed", "")
         await page._look()
-        assert page._every_s <= 15.0  # one slow answer keeps nobody waiting for minutes
+        assert page._every_s <= 15.0  # one slow answer makes no reader wait for minutes
         while now_s[0] < 8000.0:
             await page._look()
 

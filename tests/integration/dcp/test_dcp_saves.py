@@ -212,7 +212,8 @@ def test_some_ranks_that_would_wait_for_the_others_are_refused_as_they_plan(site
 def test_a_save_that_outgrows_its_room_waits_for_more(site: Site, how: str) -> None:
     """Where a put would skip its step: a save that waits for its commit has no way to report it."""
     first = next(site.steps)
-    run(site.ranks, "save_and_outgrow", step=first, how=how)
+    replies = run(site.ranks, "save_and_outgrow", step=first, how=how)
+    assert replies == [{"level": "committed", "reason": ""}] * len(HOSTS)
 
 
 def test_objects_have_room_though_they_become_bytes_behind_training(site: Site) -> None:

@@ -60,19 +60,23 @@ def test_a_get_that_misses_a_rank_names_it(tmp_path: Path, nursery: RankNursery)
         assert got[0]["step"] == 1
 
 
+def refused_first_put(ranks: list[RankProcess]) -> str:
+    """Return the words of the CapacityError that the first put raises on every rank."""
+    together(ranks, "get")
+    refusals = fail_together(ranks, "put", step=0)
+    assert {refusal.error for refusal in refusals} == {"CapacityError"}
+    return refusals[0].message
+
+
 def test_too_small_an_arena_is_refused_on_all_ranks_alike(tmp_path: Path, nursery: RankNursery) -> None:
     """What can never fit is a CapacityError with the numbers at the first put of every rank; other jobs go on (R10)."""
     with ProcessCluster(tmp_path, TWO_RACKS, arena_bytes=4 << 20) as cluster:
         small = Fleet(cluster, nursery)
         ranks = small.begin(["h0", "h1"], last_step=1)
         big = Fleet(cluster, nursery, job="big", kib=16 << 10)
-        others = big.launch(["h0", "h1"])
-        together(others, "get")
-        refusals = fail_together(others, "put", step=0)
-        assert [r.error for r in refusals] == ["CapacityError", "CapacityError"]
-        assert refusals[0].message == refusals[1].message
-        assert "4.0 MiB" in refusals[0].message
-        assert "arena_bytes" in refusals[0].message
+        said = refused_first_put(big.launch(["h0", "h1"]))
+        assert "4.0 MiB" in said
+        assert "arena_bytes" in said
         together(ranks, "train", first=2, last=3)
         small.kill(ranks)
         assert small.resume(["h0", "h1"])[1]["step"] == 3
@@ -87,10 +91,7 @@ def test_a_job_beyond_its_quota_is_refused_and_what_the_error_advises_lets_it_in
         ranks = small.begin(["h0", "h1"], last_step=1)
         big = Fleet(cluster, nursery, job="big", kib=1 << 10)
         others = big.launch(["h0", "h1"])
-        together(others, "get")
-        refusals = fail_together(others, "put", step=0)
-        assert [r.error for r in refusals] == ["CapacityError", "CapacityError"]
-        said = refusals[0].message
+        said = refused_first_put(others)
         assert "big does not fit on h" in said
         assert "its quota is 2.0 MiB" in said
         [row] = [line.split() for line in said.partition("Reserved on this host:")[2].splitlines()[2:]]

@@ -79,7 +79,7 @@ def test_a_lost_host_without_a_replacement_is_decoded_elsewhere(tmp_path: Path, 
 
 
 def test_parity_is_complete_again_after_a_restore(tmp_path: Path, nursery: RankNursery) -> None:
-    """A host is lost and replaced; before a rank puts again the parity that it had is added up anew."""
+    """A host is lost and replaced; before a rank puts again the parity that it had is added up again."""
     with trained(tmp_path, nursery) as (cluster, fleet, ranks):
         fleet.kill(ranks)
         ranks, _ = fleet.resume(replace_h1(cluster))

@@ -71,6 +71,7 @@ def test_every_two_of_six_hosts_are_decoded_from_the_others(tmp_path: Path, nurs
             job.lose(pair)
             job.resume()
             job.train()
+        assert job.step == 2 + 2 * 15, "every launch went on from the step that was decoded"
 
 
 def test_two_lost_hosts_without_replacement_are_decoded_elsewhere(tmp_path: Path, nursery: RankNursery) -> None:

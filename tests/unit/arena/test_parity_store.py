@@ -174,7 +174,7 @@ def test_what_ends_while_a_chunk_is_added_gives_every_slot_back(
 def test_a_row_that_was_half_added_is_given_up_with_its_parity(
     replicas: ReplicaStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What went wrong in the middle of a row leaves bytes that nobody knows: none of it is kept."""
+    """What went wrong in the middle of a row leaves bytes that are unknown: none of it is kept."""
     shards = shards_of(EVEN)
     parity = open_parity(replicas, RANKS, OWNER, shards)
     for chunk in shards[1].at(RANKS, OWNER):
@@ -190,7 +190,7 @@ def test_a_row_that_was_half_added_is_given_up_with_its_parity(
 
 
 def test_a_row_without_a_slot_leaves_its_chunk_lacking(replicas: ReplicaStore) -> None:
-    """The sender hears of it at its seal, and sends that chunk again once there is room."""
+    """The sender gets the error at its seal, and sends that chunk again once there is room."""
     shards = shards_of(EVEN)
     parity = open_parity(replicas, RANKS, OWNER, shards)
     taken = replicas.take_slots(SLOTS - 1)

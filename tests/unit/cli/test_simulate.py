@@ -9,18 +9,22 @@ import pytest
 from click.testing import CliRunner, Result
 
 from memstore.cli import main
-from memstore.cli.simulate import PRESETS
-from memstore.core.forecast.failures import MODELS
+from placement.rates import PRESETS
+
+
+def run(*words: str) -> Result:
+    """Run a verb on a screen of 80 columns."""
+    return CliRunner().invoke(main, words, env={"COLUMNS": "80"})
 
 
 def simulate(*words: str) -> Result:
     """Run the verb in three short runs."""
-    return CliRunner().invoke(main, ["simulate", "--runs", "3", *words], env={"COLUMNS": "80"})
+    return run("simulate", "--runs", "3", *words)
 
 
 def test_the_sentence_comes_first_and_the_tables_fit() -> None:
     """Five policies, no line of more than 80 characters, and nothing on stderr that is no terminal."""
-    result = simulate("--preset", "llama3-16k", "--hosts", "512")
+    result = simulate("--preset", "llama3", "--hosts", "512")
     assert (result.exit_code, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
     assert lines[0].startswith("Of 30 days on 512 hosts a job trains: memstore in place 99.")
@@ -69,9 +73,21 @@ def test_nothing_fails() -> None:
     assert [row["shares"]["trains"] + row["shares"]["saves"] for row in body["policies"]] == [pytest.approx(1)] * 5
 
 
-def test_the_presets_are_those_that_there_are() -> None:
-    """The list is written twice, so that --help needs no numpy."""
-    assert tuple(MODELS) == PRESETS
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_known_to_both_commands(name: str) -> None:
+    """One table of published rates."""
+    assert simulate("--preset", name, "--hosts", "64", "--days", "1").exit_code == 0
+    assert PRESETS[name].source in " ".join(run("odds", "--hosts", "8", "--rates", name).stdout.split())
+
+
+def test_rates_of_a_file_are_those_of_odds(tmp_path: Path) -> None:
+    """Bursts among them; a key that is unknown is refused."""
+    (tmp_path / "rates.json").write_text('{"failures_per_1000_host_days": 40, "burst_weights": [0, 1]}')
+    body = json.loads(simulate("--preset", str(tmp_path / "rates.json"), "--hosts", "100", "--json").stdout)
+    assert body["policies"][0]["failures"] == pytest.approx(40 / 1000 * 100 * 30 / 2, rel=0.3)
+    (tmp_path / "rates.json").write_text('{"failures": 4}')
+    refused = simulate("--preset", str(tmp_path / "rates.json"))
+    assert (refused.exit_code, "unknown: failures" in " ".join(refused.stderr.split())) == (2, True)
 
 
 @pytest.mark.slow

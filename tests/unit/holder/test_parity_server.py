@@ -192,7 +192,7 @@ def test_a_bad_row_gives_an_empty_chunk_and_is_reported(fleet: Fleet) -> None:
 def test_a_host_that_is_out_of_reach_is_no_evidence_and_ends_no_connection(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one that asks hears of a fault of transport, on the connection that it has; nothing is reported (R25)."""
+    """The asker gets a fault of transport, on the connection that it has; nothing is reported (R25)."""
     fleet.put()
     fleet.lose(0)
     monkeypatch.setattr(fleet.e.peer_server.parity, "reach", nowhere)

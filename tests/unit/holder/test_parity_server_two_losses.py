@@ -202,7 +202,7 @@ def test_a_rotten_chunk_is_solved_for_where_its_row_is(whole: Fleet) -> None:
 
 
 def test_a_rotten_second_row_is_found_at_its_host(whole: Fleet) -> None:
-    """What it would give is not returned; the next host reports the row, and nobody else is accused (R25, R30)."""
+    """What it would give is not returned; the next host reports the row, and no other host is accused (R25, R30)."""
     whole.lose(0)
     whole.lose(3)
     chunks, others = plain_chunks(0), whole.others(0, gone=(0, 3))
@@ -236,7 +236,7 @@ def test_a_rotten_plain_row_is_found_here(whole: Fleet) -> None:
 
 
 def test_a_next_host_out_of_reach_is_a_fault_of_transport(whole: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The asker hears of it on the connection that it has, and nothing is reported; chunks that need no second come."""
+    """The asker gets the error on its connection, and nothing is reported; chunks that need no second come."""
     whole.lose(0)
     whole.lose(3)
     server, real = whole.e.peer_server.parity, whole.e.peer_server.parity.reach

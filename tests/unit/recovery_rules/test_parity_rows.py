@@ -317,7 +317,7 @@ def test_a_second_row_of_other_bytes_is_not_used() -> None:
 @settings(deadline=None, max_examples=25)
 @given(two_spare(most=7), st.data())
 def test_a_plan_brings_two_lost_hosts_back(all_hosts: Hosts, data: st.DataObject) -> None:
-    """Whoever they are, on new hosts or on others of the set, without durable storage, committed or not (R24, R37)."""
+    """On new hosts or on others of the set, without durable storage, committed or not (R24, R37)."""
     ranks = all_hosts.ranks.ranks
     is_committed = data.draw(st.booleans())
     for gone in subsets(all_hosts, 2):

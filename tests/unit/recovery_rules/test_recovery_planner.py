@@ -15,14 +15,11 @@ from recovery import (
     CommitFact,
     Copy,
     DurableMarker,
-    Event,
     Inventory,
     ShardId,
     ShardSpec,
     Span,
     StepId,
-    ettr,
-    expected_ettr,
     in_lineage,
     lineage,
     lose,
@@ -738,28 +735,6 @@ def test_what_if_follows_a_given_mapping() -> None:
     assert [(t.rank, t.source, t.target_host) for t in found.transfers if t.tier == "peer"] == [(0, "h000001", "spare")]
     default = what_if(inventory, (Span(1, None),), ["h000000"], world_size=3, rank_hosts=hosts)
     assert default.verdict == "local", "rank 0 restarts on the host that holds its copy"
-
-
-def test_a_step_that_ran_twice_is_productive_once() -> None:
-    """What counts is its last run, in the order of time."""
-    steps = [Event(10.0, "step", 2, 1.0), Event(1.0, "step", 0, 1.0), Event(2.1, "step", 1, 1.0)]
-    timeline = [*steps, Event(3.4, "step", 2, 4.0), Event(4.0, "failed")]
-    assert ettr(timeline, wall_s=10.0) == pytest.approx(0.3)
-    with pytest.raises(ValueError, match="wall_s"):
-        ettr(timeline, wall_s=0)
-
-
-def test_expected_ettr_matches_the_published_illustration() -> None:
-    """2,048 hosts at 6.5 failures per 1000 node-days: durable only gives 0.76, 90 s restarts every 30 s give 0.974."""
-    rate = 6.5 / 1000 / 86400
-    durable = expected_ettr(hosts_count=2048, failures_per_host_s=rate, restart_s=600, interval_s=1800, blocking_s=20)
-    memory = expected_ettr(hosts_count=2048, failures_per_host_s=rate, restart_s=90, interval_s=30, blocking_s=0.3)
-    assert durable == pytest.approx(0.76, abs=0.005)
-    assert memory == pytest.approx(0.974, abs=0.0005)
-    with pytest.raises(ValueError, match="simulate"):
-        expected_ettr(hosts_count=10**6, failures_per_host_s=rate, restart_s=90, interval_s=1800, blocking_s=1)
-    with pytest.raises(ValueError, match="interval_s"):
-        expected_ettr(hosts_count=1, failures_per_host_s=rate, restart_s=90, interval_s=0, blocking_s=1)
 
 
 def test_sixteen_thousand_hosts_are_planned_for() -> None:

@@ -141,7 +141,7 @@ async def _answered(io: HolderIo, state: HolderState, source: str, question: Cor
 
 
 def by_source(state: HolderState, order: Bring, indices: Iterable[int]) -> tuple[Chunks, Chunks]:
-    """Return source -> those of the chunks that it is asked for; and what nobody but this host was to have.
+    """Return source -> those of the chunks that it is asked for; and what only this host was to have.
 
     What was planned from here and is bad, or gone, is asked of another holder; for a get of all ranks the controller
     plans again, so that the get says how many bytes came from where.

@@ -231,7 +231,7 @@ class SimHolder:
         """A submission came completely: seal it under the fence that holds now (R21)."""
         if not isinstance(rank.link, RankLink):
             return
-        # Its sample tells another arena.
+        # Its sample shows another arena.
         put = seal.add(self.state, rank.link, structs.replace(ready, arena=self.replicas.arena_identity))
         if put is not None:
             self.shared_shards.began(put.shard)

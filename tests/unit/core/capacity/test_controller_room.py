@@ -120,7 +120,7 @@ def test_a_larger_first_put_that_does_not_fit_is_refused_on_every_rank() -> None
 
 
 def test_a_table_of_reservations_is_in_the_error_and_in_no_line_of_status() -> None:
-    """The ranks read all of it; whoever looks at a host that joined without room reads the line in front of it."""
+    """The ranks read all of it; one who looks at a host that joined without room reads the line in front of it."""
     world, _ = trained(2)
     table = "\nReserved on this host:\nJOB    RESERVED\ntrain  1.0 MiB"
     world.holders["h1"].refuses_room = "no memory left" + table

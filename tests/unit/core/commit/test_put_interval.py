@@ -209,7 +209,7 @@ def test_training_may_begin_anywhere_and_count_samples(first: int) -> None:
 
 
 def test_a_fixed_distance_counts_from_the_step_that_was_restored() -> None:
-    """Nothing is waited for, no step is due twice; a loop that begins again hears of it from put()."""
+    """Nothing is waited for, no step is due twice; a loop that begins again learns it from put()."""
     schedule = Schedule(Every(steps=4), 10)
     assert [step for step in range(11, 25) if schedule.due(step)] == [14, 18, 22]
     assert schedule.awaited(10**6, [(step, step - 1) for step in range(14)]) is None
@@ -341,7 +341,7 @@ def test_all_ranks_put_the_same_steps_whatever_dies(seed: int) -> None:
 
 @pytest.mark.parametrize("killed_at", [3, 12, 40])
 def test_a_rank_dies_and_the_next_attempt_agrees(killed_at: int) -> None:
-    """The ranks that go on to a new attempt measure anew, all from the step that was restored."""
+    """The ranks that go on to a new attempt measure again, all from the step that was restored."""
     world = ControllerWorld(3, put_every="10%")
     training = Training(world, [0.1, 0.1, 0.1], stall_s=0.04)
     training.until(killed_at)

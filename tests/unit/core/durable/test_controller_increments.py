@@ -80,7 +80,7 @@ def test_every_step_is_whole_where_the_setting_says_so() -> None:
 
 
 def test_a_base_that_lost_a_slice_is_not_named_again() -> None:
-    """A person removed a file: whoever finds it missing writes the slice whole, and the step needs it no more."""
+    """A person removed a file: a host that finds it missing writes the slice whole, and the step needs it no more."""
     world, ranks = frozen(1)
     files = world.durable.slices["train", 1, 1]
     for name in [name for name in files if name.startswith("rank-0.1.")]:

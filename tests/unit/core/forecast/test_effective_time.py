@@ -13,13 +13,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memstore.core.forecast.failures import MODELS, FailureModel, HostFailure, JobHosts, draw_failures
-from memstore.core.forecast.policies import Costs, Policy, policies
-from memstore.core.forecast.runs import CAUSES, PlayedRun, SpareHosts, best_interval_s, compare, fatal_losses, play
+from memstore.core.forecast import (
+    CAUSES,
+    Costs,
+    HostFailure,
+    JobHosts,
+    PlayedRun,
+    Policy,
+    SpareHosts,
+    best_interval_s,
+    compare,
+    draw_failures,
+    fatal_losses,
+    play,
+    policies,
+)
 from memstore.core.schedule import optimal_interval_s
 from memstore.intervals import parse_every, parse_put_every
 from placement.bill import Scheme
-from placement.rates import DAY_S, Rates
+from placement.rates import DAY_S, PRESETS, Rates
 
 HOSTS = JobHosts(1000)
 READY = SpareHosts(1 << 40, 0.0, 0.0)
@@ -37,14 +49,14 @@ def always(_lost: Collection[int]) -> bool:
     return True
 
 
-def each_day(failures: float) -> FailureModel:
+def each_day(failures: float) -> Rates:
     """Return failures of HOSTS at random, so many a day."""
-    return FailureModel(Rates(failures / HOSTS.hosts * 1000))
+    return Rates(failures / HOSTS.hosts * 1000)
 
 
-def trains(policy: Policy, model: FailureModel, days: float = 100.0, runs: int = 10, site: JobHosts = HOSTS) -> float:
+def trains(policy: Policy, rates: Rates, days: float = 100.0, runs: int = 10, site: JobHosts = HOSTS) -> float:
     """Return the effective share of some runs."""
-    draws = (draw_failures(model, site, days * DAY_S, np.random.default_rng([7, run])) for run in range(runs))
+    draws = (draw_failures(rates, site, days * DAY_S, np.random.default_rng([7, run])) for run in range(runs))
     return sum(play(policy, failures, days * DAY_S, never, READY).share for failures in draws) / runs
 
 
@@ -77,7 +89,7 @@ def test_the_share_is_metas_first_order_where_little_is_lost(
     assert lost < 0.02
     expected = (1 - lost) / (1 + stall_s / every_s)
     policy = Policy("any", float(every_s), stall_s, restart_s=restart_s)
-    assert trains(policy, MODELS["rsc"], 300.0, site=JobHosts(hosts)) == pytest.approx(expected, abs=0.002)
+    assert trains(policy, PRESETS["rsc"], 300.0, site=JobHosts(hosts)) == pytest.approx(expected, abs=0.002)
 
 
 @pytest.mark.slow
@@ -111,8 +123,8 @@ def test_the_best_interval_is_youngs(mtbf_s: float, write_s: float) -> None:
 def test_gemini_is_reproduced(policy: Policy, published: float) -> None:
     """Eight failures a day: Gemini's own simulation, within 2 points."""
     site = JobHosts(533)
-    assert 533 * MODELS["gemini"].rates.failures_per_1000_host_days / 1000 == pytest.approx(8, abs=0.01)
-    assert trains(policy, MODELS["gemini"], site=site) == pytest.approx(published, abs=0.02)
+    assert 533 * PRESETS["gemini"].failures_per_1000_host_days / 1000 == pytest.approx(8, abs=0.01)
+    assert trains(policy, PRESETS["gemini"], site=site) == pytest.approx(published, abs=0.02)
 
 
 def test_failures_at_random_cost_less_than_gemini_adds_up() -> None:
@@ -297,19 +309,17 @@ def test_a_scheme_that_does_not_fit_is_refused(site: JobHosts, scheme: Scheme, w
 # -- policies -----------------------------------------------------------------------------------------
 
 
+def made(costs: Costs, mtbf_s: float, put_every: str | int, durable_every: str | int) -> tuple[Policy, ...]:
+    """Return the policies of two copies."""
+    put, durable = parse_put_every(put_every), parse_every(durable_every)
+    return policies(costs, mtbf_s, put_every=put, durable_every=durable, scheme=PAIRS)
+
+
 def compared(put_every: str | int = "auto", durable_every: str | int = "auto", seed: int = 1) -> dict[str, float]:
     """Return how much each policy trains in two runs."""
     site, duration_s = JobHosts(256, 8), 30 * DAY_S
-    draws = [
-        draw_failures(MODELS["llama3-16k"], site, duration_s, np.random.default_rng([seed, run])) for run in (0, 1)
-    ]
-    found = policies(
-        Costs(6.0, 0.26, 2.6, 26.0),
-        100_000.0,
-        put_every=parse_put_every(put_every),
-        durable_every=parse_every(durable_every),
-        scheme=PAIRS,
-    )
+    draws = [draw_failures(PRESETS["llama3"], site, duration_s, np.random.default_rng([seed, run])) for run in (0, 1)]
+    found = made(Costs(6.0, 0.26, 2.6, 26.0), 100_000.0, put_every, durable_every)
     outlooks = compare(
         found,
         draws.__getitem__,
@@ -335,13 +345,7 @@ def test_the_settings_of_a_store_are_followed() -> None:
     """Whole steps, no fewer than a commit takes; a share; a distance of durable steps."""
 
     def every(put_every: str | int, durable_every: str | int = "1h") -> tuple[float, float]:
-        ours = policies(
-            Costs(6.0, 0.6, 8.0, 26.0),
-            50_000.0,
-            put_every=parse_put_every(put_every),
-            durable_every=parse_every(durable_every),
-            scheme=PAIRS,
-        )[0]
+        ours = made(Costs(6.0, 0.6, 8.0, 26.0), 50_000.0, put_every, durable_every)[0]
         return ours.every_s, ours.durable_every_s
 
     assert every("step") == (12.0, 3600.0)

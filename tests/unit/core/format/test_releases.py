@@ -60,7 +60,7 @@ def golden_files(release: str) -> dict[str, bytes]:
 
 
 def test_the_table_says_what_this_release_writes() -> None:
-    """Whoever raises a number adds the row of the next release."""
+    """Who raises a number adds the row of the next release."""
     assert FORMATS == {
         "wire": frame.VERSION,
         "arena": slot_headers.FORMAT_VERSION,

@@ -128,11 +128,7 @@ def test_a_pin_that_only_a_late_host_knows_is_known_again(known: int, is_unpinne
     if is_unpinned:
         assert ask(world, ranks[0], "unpin", name="best") == ""
     world.run(1.0)
-    for host in ("h0", "h1"):
-        del world.holders[host].journal[before[known + 1] :]
-    world.kill_host("h2", keep_memory=True)
-    world.crash_controller()
-    world.run(8.0)
+    world.leave_to_late_host("h2", before[known + 1])
     assert world.job().newest_number == 1
     assert world.job().pins == {}
     world.return_host("h2")

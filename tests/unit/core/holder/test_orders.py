@@ -126,7 +126,7 @@ class Host(ScriptedIo):
 def test_an_order_begins_what_it_asks_for(
     order: Order, lane: Lane, procedure: Callable[..., Any], given: tuple[Any, ...]
 ) -> None:
-    """And nothing else: whoever reads orders waits for none of it."""
+    """And nothing else: the reader of orders waits for none of it."""
     host = Host()
     assert orders.obey(host, host.state, order) is None
     [begun] = host.started
@@ -225,7 +225,7 @@ def test_a_level_is_sent_before_the_next_order_is_obeyed() -> None:
     [(None, "", True), (IntegrityError("odd"), "odd", True), (OSError("odd"), "OSError('odd')", False)],
 )
 def test_the_end_of_a_verification_is_reported(error: Exception | None, problem: str, is_foreseen: bool) -> None:
-    """With what was found, or why nothing was: whoever called waits for all hosts (R30)."""
+    """With what was found, or why nothing was: the caller waits for all hosts (R30)."""
     host = Host(errors={} if error is None else {"verify_copies": error})
     host.obey(VerifyCopies(call=9, job="job"))
     host.play_started()

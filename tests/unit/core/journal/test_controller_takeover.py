@@ -155,11 +155,7 @@ def test_of_an_attempt_that_only_a_late_host_knows_its_course_is_known_too(is_cl
     for rank in ranks if is_closed else ():
         world.call(rank, "close")
     world.run(1.0)
-    for host in ("h0", "h1"):
-        del world.holders[host].journal[before:]
-    world.kill_host("h2", keep_memory=True)
-    world.crash_controller()
-    world.run(8.0)
+    world.leave_to_late_host("h2", before)
     assert world.job().newest_number == 1
     world.return_host("h2")
     world.run(3.0)

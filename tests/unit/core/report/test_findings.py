@@ -307,7 +307,7 @@ def test_an_uncertain_clock_is_not_blamed() -> None:
 
 
 def test_who_lacks_the_file_of_one_host_is_not_blamed() -> None:
-    """Of two hosts with folders of their own nobody can say which is right: both are named."""
+    """Of two hosts with folders of their own it is unknown which is right: both are named."""
     assert wrong(of_host(durable_unseen=["h1"])) == []
     alone = [replace(good_host(at), durable_unseen=[f"h{3 - at}"]) for at in (1, 2)]
     rows = wrong(replace(GOOD, hosts=alone))
