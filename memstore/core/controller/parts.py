@@ -88,5 +88,6 @@ class Parts:
             self.departures,
             self.attempts,
             self.recorder.watch,
+            self.recorder.accounts,
         )
         self.dry_runs = DryRuns(state, out, self.durable_states, self.durable_looks)
