@@ -128,6 +128,8 @@ def _model(given: Mapping[str, Any]) -> FailureModel:
     strange = [name for name, value in given.items() if isinstance(value, float) and math.isnan(value)]
     if strange:
         raise ValueError(f"--{strange[0].replace('_', '-')} is nan: give a number")
+    if given["put_every"] == "epoch":
+        raise ValueError("--put-every epoch: a simulated job has no epochs: give the steps of one, or their time")
     if given["parity"] == 1:
         raise ValueError("--parity 1 would be copies: give 0, or 2 or more")
     model, failures = MODELS[given["preset"]], given["failures"]

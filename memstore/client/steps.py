@@ -15,7 +15,7 @@ from memstore.core.wire.calls import ReportNonfinite, RetireStep, SkipStep
 from memstore.core.wire.orders import StepLevel
 from memstore.core.wire.rank_messages import StepTrained
 from memstore.core.wire.replies import Joined
-from memstore.errors import CommitError, StepConflict
+from memstore.errors import CommitError, ConfigError, StepConflict
 from memstore.intervals import parse_put_every
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.threads import is_answered
@@ -59,8 +59,14 @@ class Steps:
         self.last = self._floor = step
         self._schedule.go_on_from(step)
 
-    def due(self, step: int, budget_s: float) -> bool:
+    def due(self, step: int, budget_s: float, is_epoch_end: bool | None = None) -> bool:
         """Do what `Store.should_put` promises. See `core/schedule.py`."""
+        if self._schedule.is_epoch and is_epoch_end is None:
+            raise ConfigError(
+                f'job {self._link.job!r} has put_every="epoch", and should_put({step}) does not know where one ends: '
+                "call should_put(step, is_epoch_end=...) on every rank for every step, or choose another put_every",
+                field="put_every",
+            )
         self.trained(step)
         until_s = time.monotonic() + budget_s
         while not self._is_late and (put := self._schedule.awaited(step, self._uncommitted())) is not None:
@@ -78,7 +84,7 @@ class Steps:
                     budget_s,
                     put,
                 )
-        return self._schedule.due(step)
+        return self._schedule.due(step, is_epoch_end=bool(is_epoch_end))
 
     def trained(self, step: int) -> None:
         """Tell the holder, at most once a second, of a step that is trained and not put (R33).

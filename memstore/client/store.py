@@ -161,18 +161,23 @@ class Store(PinVerbs):
             self._check_open()
             self.puts.overlap.fence(optimizer)
 
-    def should_put(self, step: int) -> bool:
+    def should_put(self, step: int, *, is_epoch_end: bool | None = None) -> bool:
         """Return whether to put this step, by the job's `put_every`; the same answer on every rank (R33).
 
         Call it on every rank for every step, and put when it says so. With a time, a share or "auto" the first steps
         are put and measured; then commits bring the number of steps from one put to the next, and a new one now and
         then. should_put() waits only while several puts lack a commit, at most `stall_budget_s`.
 
+        Args:
+            step: That is trained.
+            is_epoch_end: It is the last one of an epoch, on all ranks alike: what put_every="epoch" goes by.
+
         Raises:
+            ConfigError: put_every="epoch", and `is_epoch_end` is not given.
             StepConflict: `step` is no int from 0 to 2**61 - 1.
         """
         self._check_open()
-        return self.puts.steps.due(check_step(step), self.config.stall_budget_s)
+        return self.puts.steps.due(check_step(step), self.config.stall_budget_s, is_epoch_end)
 
     def prepare(self, state: Any, *, rank_state: Any = None) -> PutPreparation:
         """Make the first put as fast as the ones after it: claim, connect and enter its room in the background.

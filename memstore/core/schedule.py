@@ -381,7 +381,7 @@ class Schedule:
     """One rank's due steps, by what it has learned. Used by the training thread, but for `learn`."""
 
     def __init__(self, every: Every, base_step: int | None) -> None:
-        self.is_fixed = every.steps is not None
+        self.is_epoch, self.is_fixed = every.is_epoch, every.steps is not None or every.is_epoch
         self._known = (every.steps or 1, 0, every.steps or 1)  # the distance before a step, that step, and from it on
         self.go_on_from(base_step)
 
@@ -407,15 +407,16 @@ class Schedule:
             return None
         return next((put for put, before in uncommitted if put >= first and lead_end(put, before, steps) <= step), None)
 
-    def due(self, step: int) -> bool:
-        """Say whether the step is to be put: it is far enough from the last one that was."""
+    def due(self, step: int, *, is_epoch_end: bool = False) -> bool:
+        """Say whether the step is to be put: it is far enough from the last one that was, or ends an epoch."""
         if self._last_due is None:
             self._last_due = step - 1
         if step <= self._seen:
             return step <= self._last_due  # asked again; or it went back, and put() says so
         earlier, first, later = self._known
         self._seen = step
-        if step < self._last_due + (later if step >= first else earlier):
+        is_due = is_epoch_end if self.is_epoch else step >= self._last_due + (later if step >= first else earlier)
+        if not is_due:
             return False
         self._last_due = step
         return True
