@@ -32,7 +32,7 @@ from memstore.config import Config, check_given_whole, check_name, check_seconds
 from memstore.core.cluster.text import error_text
 from memstore.core.send_gate import MARK_BYTES, MARK_MAX_S, MARK_PREFIX
 from memstore.core.wire.calls import CloseStore, Get, ReadStep, Rewind
-from memstore.core.wire.orders import StepLevel
+from memstore.core.wire.orders import PutEarly, StepLevel
 from memstore.core.wire.rank_messages import CheckInto, HolderEvent, MarksMade, ShardDiffers, SlotsLeased
 from memstore.core.wire.replies import Joined, StepAgreed
 from memstore.errors import ClosedError, CommitError, ConfigError, MemstoreError, RecoveryError
@@ -213,6 +213,8 @@ class Store(PinVerbs):
         match event:
             case StepLevel():
                 self.puts.on_level(event)
+            case PutEarly() if event.attempt == self.attempt:
+                self.puts.steps.on_put_early(event)
             case CheckInto():
                 self._whole_get.check(event)
             case SlotsLeased():

@@ -377,6 +377,43 @@ def lead_end(step: int, before: int, steps: int) -> int:
     return step + LEAD_PUTS * max(steps, step - before)
 
 
+class EarlyPut:
+    """One rank's part in the agreement on a put ahead of its turn.
+
+    The controller asks all ranks for one step, and decides when all have said that they have not come to it. Each rank
+    waits there for the decision, so that no rank puts alone.
+    """
+
+    def __init__(self) -> None:
+        self._seen = self._put = -1
+        self._asked: tuple[int, bool | None] | None = None  # the step, and what was decided
+
+    def offered(self, step: int) -> bool:
+        """Take the question; return whether this step, or the first one after it, may be put."""
+        if step <= self._seen or (self._asked is not None and self._asked[1]):
+            return False
+        self._asked = step, None
+        return True
+
+    def decided(self, step: int, *, is_agreed: bool) -> None:
+        """Take the decision."""
+        if self._asked is not None and self._asked[0] == step:
+            self._asked = (step, True) if is_agreed else None
+
+    def asks(self, step: int) -> bool | None:
+        """Return whether to put this step, to which the rank has come; None: the decision is to be waited for."""
+        self._seen = max(self._seen, step)
+        if self._asked is None or step < self._asked[0]:
+            return step == self._put
+        if self._asked[1]:
+            self._asked, self._put = None, step
+        return None if self._asked is not None else True
+
+    def give_up(self) -> None:
+        """Wait no longer for a decision."""
+        self._asked = None
+
+
 class Schedule:
     """One rank's due steps, by what it has learned. Used by the training thread, but for `learn`."""
 

@@ -153,6 +153,17 @@ def _outage(e: Event) -> str:
     return f"trains again at step {e['step']}, {down}; {lost}; goodput {100 * e['goodput']:.1f} %"
 
 
+def _precaution(e: Event) -> str:
+    put = f"step {e['step']} is asked for ahead of its turn" if "step" in e else f"no early put: {e['why_not']}"
+    write = "a committed step is written to durable storage" if e["durable"] else "no durable storage is configured"
+    return f"sign of a coming failure on {e['host']}: {e['why']}; {put}; {write}"
+
+
+def _early_put(e: Event) -> str:
+    what = f"is NOT put ahead of its turn: {e['why_not']}" if e["why_not"] else "is put by all ranks ahead of its turn"
+    return f"step {e['step']} {what} ({e['why']})"
+
+
 KINDS: Mapping[str, EventKind] = {
     "put": EventKind(ROUTINE, _put),
     "commit": EventKind(ROUTINE, _commit),
@@ -194,6 +205,8 @@ KINDS: Mapping[str, EventKind] = {
     ),
     "pinned": EventKind(NOTABLE, lambda e: f"step {e['step']} pinned as {e['name']}"),
     "unpinned": EventKind(NOTABLE, lambda e: f"pin {e['name']} taken back"),
+    "precaution": EventKind(NOTABLE, _precaution, is_logged=True),
+    "early_put": EventKind(NOTABLE, _early_put),
     "outage": EventKind(NOTABLE, _outage),
     "closed": EventKind(NOTABLE, lambda e: f"attempt {e['attempt']} closed by all its ranks"),
     "ended": EventKind(PROBLEM, lambda e: f"attempt {e['attempt']} ENDED by {e['why']}"),

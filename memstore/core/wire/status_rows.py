@@ -110,6 +110,10 @@ class HostStats(Part, frozen=True):
     behind_ranks: str
     verified_bytes: Unsigned
     """What `verify` has digested again so far."""
+    corrected_errors: Unsigned = 0
+    """Of the memory, as the kernel counts them; so are the next two (R41)."""
+    uncorrected_errors: Unsigned = 0
+    link_errors: Unsigned = 0
 
 
 class ShortStep(Part, frozen=True):
