@@ -82,6 +82,7 @@ class Precaution:
     why: str
     since_s: float
     waits: set[int] = field(default_factory=set)  # ranks that have not answered
+    notice_of: str = ""  # the host that is to go; "": the sign is a guess
     is_decided: bool = True
     target: StepId | None = None  # the durable write
 
@@ -151,12 +152,13 @@ class Precautions:
             if last is not None and is_lately and (not is_certain or last.is_under_way(attempt, now)):
                 continue
             step, why_not = wanted_put(job, attempt)
-            self.of[job.name] = Precaution(attempt.attempt_number, step, f"{host}: {why}", now)
+            found = Precaution(attempt.attempt_number, step, f"{host}: {why}", now)
+            found.notice_of, self.of[job.name] = host if is_certain else "", found
             has_tier = bool(attempt.config.get("durable"))
             place = {"job": job.name, "attempt": attempt.attempt_number, "step": step, "host": host}
             self.out.note("precaution", **place, sign=kind, why=why, why_not=why_not, durable=has_tier)
             if step is not None:
-                self._ask(job, attempt, self.of[job.name])
+                self._ask(job, attempt, found)
 
     # -- the early put (R33) --------------------------------------------------------------------
 
@@ -210,6 +212,8 @@ class Precautions:
         newest, durable, attempt = job.newest_committed, job.newest_durable, job.newest
         if newest is None or attempt is None or not attempt.config.get("durable") or not found.is_decided:
             return
+        if found.notice_of and not self.state.is_draining(found.notice_of):
+            return  # it stays
         if found.step is not None and newest < StepId(found.attempt, found.step):
             return
         if found.target is not None and durable is not None and durable >= found.target:

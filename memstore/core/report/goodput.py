@@ -159,8 +159,10 @@ class Account:
             self.moments = [*self.moments[:half:2], *self.moments[half:]]
 
     def _kept_at(self, step: int) -> float:
-        """Return the time kept up to a step; between two that are remembered, in proportion."""
+        """Return the time kept up to a step, in proportion between two; steps without a time have taken none."""
         after = bisect_right(self.moments, step, key=lambda moment: moment[0])
+        if after == len(self.moments):
+            return self.kept_s
         before, before_s = self.moments[after - 1] if after else (self.first, 0.0)
         then, then_s = self.moments[after]
         return before_s + (then_s - before_s) * max(0, step - before) / max(1, then - before)

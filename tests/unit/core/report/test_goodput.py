@@ -114,6 +114,20 @@ def test_a_long_run_is_remembered_in_little_and_well_enough() -> None:
     assert row.lost_s == pytest.approx(20_000.0, abs=1.0)
 
 
+def test_steps_whose_time_is_not_known_are_counted_and_take_no_time() -> None:
+    """A successor knows that step 9 was trained, and nothing of when: it goes back behind all of it."""
+    account = Account(0.0, 1, 0.0, step=9, first=9)
+    account.opened(5.0)
+    account.went_on(5, 6.0, is_chosen=False)
+    assert account.reached(6, 8.0) is not None
+    row = account.row(8.0, 0.0)
+    assert (row.lost_steps, row.lost_s, row.kept_s, row.total_s) == (4, 0.0, 2.0, 8.0)
+    account.opened(10.0)
+    account.went_on(3, 10.0, is_chosen=False)
+    row = account.row(10.0, 0.0)
+    assert (row.lost_steps, row.lost_s, row.kept_s) == (7, 2.0, 0.0)
+
+
 # -- the controller -----------------------------------------------------------------------------------
 
 
