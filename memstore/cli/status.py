@@ -138,7 +138,7 @@ def screen(status: Status, where: Where, *, is_watched: bool = False) -> Rendera
     has_rows = status.jobs or status.launches
     parts += [job_table(status) if has_rows else Text("no job has put anything yet"), Text()]
     parts += [Text(line) for job in status.jobs for line in (writers_line(job), generation_line(job)) if line]
-    goodput = [f"{job.job}: {text}" for job in status.jobs if (text := goodput_text(job.goodput))]
+    goodput = [f"goodput {job.job}: {text}" for job in status.jobs if (text := goodput_text(job.goodput))]
     parts += [*map(Text, goodput), *([Text()] if goodput else [])]
     hosts = [host_table(status.hosts, status.failure_domains)]
     rows = by_cause(status.problems)
