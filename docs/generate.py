@@ -48,7 +48,7 @@ VALUES = {
     "interface": '`eth2`, `10.20.0.0/16`, an address, a list of these (`["ib0", "ib1"]`), or None',
     "detect": '`"fast"`, `"normal"`, `"slow"`, or 0.1 s to 3,600 s',
     "tls_dir": "an absolute path or None",
-    "put_every": '`"step"`, a number, `"30s"`, `"2%"`, `"auto"`',
+    "put_every": '`"step"`, a number, `"30s"`, `"2%"`, `"epoch"`, `"auto"`',
     "on_nonfinite": '`"ignore"`, `"warn"`, `"skip"`',
     "placement": '`"mixed"`, `"group"`, `"ring"`',
     "durable": "an absolute path, a URL, or None",

@@ -84,7 +84,7 @@ class Config:
     min_copies: int = 1  # copies without which no step is committed (R18)
     keep_steps: int = 1  # newest committed steps kept in RAM
     in_flight: int = 1  # steps that may wait for their commit at once, as far as every host has memory (R10)
-    put_every: str | int = "step"  # when should_put() is true: "step", N steps, "30s", "2%" of the time, "auto" (R33)
+    put_every: str | int = "step"  # when should_put() is true: "step", N steps, "30s", "2%", "epoch", "auto" (R33)
     stall_budget_s: float = 5.0  # longest that a put blocks for room before its step is skipped (R12)
     on_nonfinite: str = "ignore"  # a put with NaN or infinity: "warn" names it, "skip" gives the step up (R39)
     placement: str = "mixed"  # which hosts copy one another (placement/README.md)

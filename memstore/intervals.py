@@ -18,28 +18,30 @@ _DURABLE_TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d|steps?)\Z", re.ASCII)
 class Every:
     """A distance between puts or between durable steps: steps, or seconds, or of puts a share of the training time.
 
-    None of them: of puts the optimum; of durable steps only the first committed one, or the optimum if `is_optimal`.
+    None of them: of puts the optimum, or each end of an epoch if `is_epoch`; of durable steps only the first committed
+    one, or the optimum if `is_optimal`.
     """
 
     steps: int | None = None
     interval_s: float | None = None
     overhead: float | None = None
     is_optimal: bool = False
+    is_epoch: bool = False
 
 
 def parse_put_every(value: object) -> Every:
-    """Read `put_every`: "step", a number of steps, "30s", "5min", "2h", "2%" or "auto".
+    """Read `put_every`: "step", a number of steps, "30s", "5min", "2h", "2%", "epoch" or "auto".
 
     Raises:
         ConfigError: Anything else, and zero or less.
 
     >>> parse_put_every("2%")
-    Every(steps=None, interval_s=None, overhead=0.02, is_optimal=False)
+    Every(steps=None, interval_s=None, overhead=0.02, is_optimal=False, is_epoch=False)
     """
     if value == "step":
         return Every(steps=1)
-    if value == "auto":
-        return Every()
+    if value == "auto" or value == "epoch":
+        return Every(is_epoch=value == "epoch")
     if type(value) is int and 0 < value <= STEPS_MAX:
         return Every(steps=value)
     found = _PUT_TEXT.match(value.strip()) if isinstance(value, str) else None
@@ -50,7 +52,7 @@ def parse_put_every(value: object) -> Every:
         return Every(interval_s=number * _UNITS_S[found[2]])
     raise ConfigError(
         f'put_every={value!r} is not understood: use "step", a number of steps up to {STEPS_MAX}, a time such as "30s" '
-        'or "5min", a share of the training time such as "2%", or "auto"',
+        'or "5min", a share of the training time such as "2%", "epoch", or "auto"',
         field="put_every",
         value=value,
     )
@@ -63,9 +65,9 @@ def parse_every(value: str | int | None) -> Every:
         ConfigError: anything else, and zero or less.
 
     >>> parse_every("30min")
-    Every(steps=None, interval_s=1800.0, overhead=None, is_optimal=False)
+    Every(steps=None, interval_s=1800.0, overhead=None, is_optimal=False, is_epoch=False)
     >>> parse_every(500)
-    Every(steps=500, interval_s=None, overhead=None, is_optimal=False)
+    Every(steps=500, interval_s=None, overhead=None, is_optimal=False, is_epoch=False)
     """
     if value is None:
         return Every()

@@ -1,4 +1,4 @@
-"""Lightning: a callback that puts every n steps, and restores from the store before the first one.
+"""Lightning: a callback that puts as `put_every` says, and restores from the store before the first one.
 
 It stands beside Lightning's own checkpoints and does not use CheckpointIO, which the FSDP strategies bypass: each
 rank puts its own part of the model inside DDP and of the optimizers.
@@ -32,23 +32,16 @@ class MemstoreCallback(Callback):
 
     Args:
         job: Name of the training run; the same after every restart.
-        every_n_steps: Steps between two puts.
-        config: As for `memstore.connect`.
+        config: As for `memstore.connect`; its `put_every` counts optimizer steps, and "epoch" is Lightning's.
         shard_rank: As for `memstore.connect`, where a strategy's ranks hold equal parts, such as HSDP. Default: 0 of 1
             under DDP; else, also under DeepSpeed, every rank's part is its own.
         shard_count: As for `memstore.connect`; given together with `shard_rank`.
     """
 
     def __init__(
-        self,
-        job: str,
-        *,
-        every_n_steps: int = 1,
-        config: Config | None = None,
-        shard_rank: int | None = None,
-        shard_count: int | None = None,
+        self, job: str, *, config: Config | None = None, shard_rank: int | None = None, shard_count: int | None = None
     ) -> None:
-        self.job, self.every_n_steps, self.config = job, every_n_steps, config
+        self.job, self.config = job, config
         self.shard, self.shards = shard_rank, shard_count
         self.store: Store | None = None
         self.restored_step: int | None = None  # global_step that this fit went on from; None: it began
@@ -115,10 +108,13 @@ class MemstoreCallback(Callback):
             self._trainer_state.begin_data()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Put every n optimizer steps; batches that only accumulate gradients put nothing."""
-        if self.store is not None and trainer.global_step - self._newest_step >= self.every_n_steps:
-            self._newest_step = trainer.global_step
-            self.store.put(trainer.global_step, self._state, rank_state=self._own)
+        """Put optimizer steps as `put_every` says; batches that only accumulate gradients put nothing."""
+        step = trainer.global_step
+        if self.store is None or step == self._newest_step:
+            return
+        self._newest_step = step
+        if self.store.should_put(step, is_epoch_end=trainer.is_last_batch):
+            self.store.put(step, self._state, rank_state=self._own)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Wait for the last commit, leave the job."""

@@ -17,6 +17,7 @@ from torchtitan.components.checkpointer import MODEL, OPTIMIZER, AsyncMode, Chec
 
 from memstore.client.connect import connect
 from memstore.config import Config as StoreConfig
+from memstore.errors import ConfigError
 
 
 class MemstoreCheckpointManager(CheckpointManager):  # type: ignore[misc]
@@ -43,6 +44,10 @@ class MemstoreCheckpointManager(CheckpointManager):  # type: ignore[misc]
             return
         if config.async_mode == "async_with_pinned_mem":
             self.async_mode = AsyncMode.ASYNC  # slots are what it would stage in: no buffers, no process beside
+        if config.store.put_every != "step":
+            raise ConfigError(
+                f"put_every={config.store.put_every!r}: torchtitan's `interval` says when to save, set that"
+            )
         self.store = connect(config.job, config=config.store)
 
     @torch.no_grad()

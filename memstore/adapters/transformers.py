@@ -1,4 +1,4 @@
-"""Transformers: a callback that puts every n steps; the Trainer resumes from a checkpoint folder in memory.
+"""Transformers: a callback that puts as `put_every` says; the Trainer resumes from a checkpoint folder in memory.
 
 The Trainer reads checkpoints as folders only. `checkpoint_folder` writes one into tmpfs from the store, for
 as long as the Trainer needs to read it. The number of ranks may change between launches.
@@ -38,7 +38,7 @@ from memstore.errors import ConfigError
 
 
 class MemstoreCallback(TrainerCallback):
-    """Puts model, optimizer, scheduler, progress and random states after every n-th step.
+    """Puts model, optimizer, scheduler, progress and random states after each step that is due.
 
         callback = MemstoreCallback("job")
         trainer = Trainer(..., callbacks=[callback])
@@ -47,12 +47,11 @@ class MemstoreCallback(TrainerCallback):
 
     Args:
         job: Name of the training run; the same after every restart.
-        every_n_steps: Optimizer steps between two puts.
-        config: As for `memstore.connect`.
+        config: As for `memstore.connect`; its `put_every` counts optimizer steps, and "epoch" is the Trainer's.
     """
 
-    def __init__(self, job: str, *, every_n_steps: int = 1, config: Config | None = None) -> None:
-        self.job, self.every_n_steps, self.config = job, every_n_steps, config or Config()
+    def __init__(self, job: str, *, config: Config | None = None) -> None:
+        self.job, self.config = job, config or Config()
         self.store: Store | None = None
         self.restored_step: int | None = None  # global_step that this training went on from; None: it began
         self._folder: Path | None = None
@@ -134,9 +133,10 @@ class MemstoreCallback(TrainerCallback):
             )
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Put every n steps; free the folder that was resumed from at the first put."""
+        """Put as `put_every` says; free the folder that was resumed from at the first step."""
         self._remove_folder()
-        if self.store is None or state.global_step % self.every_n_steps:
+        is_epoch_end = state.epoch is not None and float(state.epoch).is_integer()
+        if self.store is None or not self.store.should_put(state.global_step, is_epoch_end=is_epoch_end):
             return
         own = own_state(state, args.world_size)
         if not self._is_sharded:

@@ -125,6 +125,8 @@ def _rates(given: Mapping[str, Any]) -> Rates:
     strange = [name for name, value in given.items() if isinstance(value, float) and math.isnan(value)]
     if strange:
         raise ValueError(f"--{strange[0].replace('_', '-')} is nan: give a number")
+    if given["put_every"] == "epoch":
+        raise ValueError("--put-every epoch: a simulated job has no epochs: give the steps of one, or their time")
     if given["parity"] == 1:
         raise ValueError("--parity 1 would be copies: give 0, or 2 or more")
     rates, failures = read_rates(given["preset"]), given["failures"]

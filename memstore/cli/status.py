@@ -26,7 +26,15 @@ from memstore.cli.output import (
 )
 from memstore.config import Config
 from memstore.core.cluster.text import listed, phases_text, replaced_text
-from memstore.core.report.cells import JOB_HEADS, by_cause, holds_text, job_cells, problem_line, state_text
+from memstore.core.report.cells import (
+    JOB_HEADS,
+    by_cause,
+    goodput_text,
+    holds_text,
+    job_cells,
+    problem_line,
+    state_text,
+)
 from memstore.core.report.problems import DEGRADED, STOPPED, UNRECOVERABLE, worst
 from memstore.core.wire.replies import Status, status_fields
 from memstore.core.wire.status_rows import HostRow, JobRow
@@ -130,6 +138,8 @@ def screen(status: Status, where: Where, *, is_watched: bool = False) -> Rendera
     has_rows = status.jobs or status.launches
     parts += [job_table(status) if has_rows else Text("no job has put anything yet"), Text()]
     parts += [Text(line) for job in status.jobs for line in (writers_line(job), generation_line(job)) if line]
+    goodput = [f"goodput {job.job}: {text}" for job in status.jobs if (text := goodput_text(job.goodput))]
+    parts += [*map(Text, goodput), *([Text()] if goodput else [])]
     hosts = [host_table(status.hosts, status.failure_domains)]
     rows = by_cause(status.problems)
     problems = [Text.assemble(("!", STYLES.get(row.severity, "")), problem_line(row)[1:]) for row in rows]

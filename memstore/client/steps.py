@@ -10,12 +10,12 @@ from concurrent.futures import Future
 from typing import Any
 
 from memstore.client.ticket import CATCHING_UP, TERMINAL, UNCOMMITTED, SkippedPuts, Ticket, check_step
-from memstore.core.schedule import Schedule
-from memstore.core.wire.calls import ReportNonfinite, RetireStep, SkipStep
-from memstore.core.wire.orders import StepLevel
+from memstore.core.schedule import EarlyPut, Schedule
+from memstore.core.wire.calls import AnswerPutEarly, ReportNonfinite, RetireStep, SkipStep
+from memstore.core.wire.orders import PutEarly, StepLevel
 from memstore.core.wire.rank_messages import StepTrained
 from memstore.core.wire.replies import Joined
-from memstore.errors import CommitError, StepConflict
+from memstore.errors import CommitError, ConfigError, StepConflict
 from memstore.intervals import parse_put_every
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.threads import is_answered
@@ -50,6 +50,7 @@ class Steps:
         self._skipped.begin()
         self._nonfinite = []
         self._schedule, self._is_late = Schedule(parse_put_every(joined.put_every), None), False
+        self._early, self._decided = EarlyPut(), threading.Event()
         self.last = self._floor = -1
         if joined.restored_step is not None:
             self.go_on_from(int(joined.restored_step))
@@ -59,10 +60,17 @@ class Steps:
         self.last = self._floor = step
         self._schedule.go_on_from(step)
 
-    def due(self, step: int, budget_s: float) -> bool:
+    def due(self, step: int, budget_s: float, is_epoch_end: bool | None = None) -> bool:
         """Do what `Store.should_put` promises. See `core/schedule.py`."""
+        if self._schedule.is_epoch and is_epoch_end is None:
+            raise ConfigError(
+                f'job {self._link.job!r} has put_every="epoch", and should_put({step}) does not know where one ends: '
+                "call should_put(step, is_epoch_end=...) on every rank for every step, or choose another put_every",
+                field="put_every",
+            )
         self.trained(step)
         until_s = time.monotonic() + budget_s
+        is_early = self._is_early(step, until_s)
         while not self._is_late and (put := self._schedule.awaited(step, self._uncommitted())) is not None:
             try:
                 with contextlib.suppress(CommitError):  # then it brings none
@@ -78,7 +86,30 @@ class Steps:
                     budget_s,
                     put,
                 )
-        return self._schedule.due(step)
+        return self._schedule.due(step, is_epoch_end=bool(is_epoch_end)) or is_early
+
+    def _is_early(self, step: int, until_s: float) -> bool:
+        """Return whether all ranks put this step ahead of its turn; waits for the decision."""
+        while True:
+            self._decided.clear()
+            with self._lock:
+                is_early = self._early.asks(step)
+                if is_early is None and time.monotonic() >= until_s:
+                    self._early.give_up()
+                    return False
+            if is_early is not None:
+                return is_early
+            self._decided.wait(max(0.0, until_s - time.monotonic()))
+
+    def on_put_early(self, event: PutEarly) -> None:
+        """Take a question or a decision of the controller; on a thread of the link."""
+        with self._lock:
+            if event.is_agreed is not None:
+                self._early.decided(event.step, is_agreed=event.is_agreed)
+                self._decided.set()
+                return
+            is_possible = self._early.offered(event.step)
+        self._link.call_soon(AnswerPutEarly(**self._link.who(), step=event.step, is_possible=is_possible))
 
     def trained(self, step: int) -> None:
         """Tell the holder, at most once a second, of a step that is trained and not put (R33).

@@ -32,7 +32,7 @@ from memstore.config import Config, check_given_whole, check_name, check_seconds
 from memstore.core.cluster.text import error_text
 from memstore.core.send_gate import MARK_BYTES, MARK_MAX_S, MARK_PREFIX
 from memstore.core.wire.calls import CloseStore, Get, ReadStep, Rewind
-from memstore.core.wire.orders import StepLevel
+from memstore.core.wire.orders import PutEarly, StepLevel
 from memstore.core.wire.rank_messages import CheckInto, HolderEvent, MarksMade, ShardDiffers, SlotsLeased
 from memstore.core.wire.replies import Joined, StepAgreed
 from memstore.errors import ClosedError, CommitError, ConfigError, MemstoreError, RecoveryError
@@ -161,18 +161,23 @@ class Store(PinVerbs):
             self._check_open()
             self.puts.overlap.fence(optimizer)
 
-    def should_put(self, step: int) -> bool:
+    def should_put(self, step: int, *, is_epoch_end: bool | None = None) -> bool:
         """Return whether to put this step, by the job's `put_every`; the same answer on every rank (R33).
 
         Call it on every rank for every step, and put when it says so. With a time, a share or "auto" the first steps
         are put and measured; then commits bring the number of steps from one put to the next, and a new one now and
         then. should_put() waits only while several puts lack a commit, at most `stall_budget_s`.
 
+        Args:
+            step: That is trained.
+            is_epoch_end: It is the last one of an epoch, on all ranks alike: what put_every="epoch" goes by.
+
         Raises:
+            ConfigError: put_every="epoch", and `is_epoch_end` is not given.
             StepConflict: `step` is no int from 0 to 2**61 - 1.
         """
         self._check_open()
-        return self.puts.steps.due(check_step(step), self.config.stall_budget_s)
+        return self.puts.steps.due(check_step(step), self.config.stall_budget_s, is_epoch_end)
 
     def prepare(self, state: Any, *, rank_state: Any = None) -> PutPreparation:
         """Make the first put as fast as the ones after it: claim, connect and enter its room in the background.
@@ -208,6 +213,8 @@ class Store(PinVerbs):
         match event:
             case StepLevel():
                 self.puts.on_level(event)
+            case PutEarly() if event.attempt == self.attempt:
+                self.puts.steps.on_put_early(event)
             case CheckInto():
                 self._whole_get.check(event)
             case SlotsLeased():

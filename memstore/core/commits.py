@@ -387,7 +387,7 @@ class StepCommits:
         every = parse_put_every(attempt.config.get("put_every", "step"))
         attempt.put_costs.committed(step, self.state.now)
         measured = attempt.put_costs.measured()
-        if every.steps is not None or measured is None or step < first:
+        if every.steps is not None or every.is_epoch or measured is None or step < first:
             return first, steps
         failure_s = mtbf_s(self.state, job)
         found = decide_steps(every, measured, failure_s, steps)

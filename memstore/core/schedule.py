@@ -377,11 +377,48 @@ def lead_end(step: int, before: int, steps: int) -> int:
     return step + LEAD_PUTS * max(steps, step - before)
 
 
+class EarlyPut:
+    """One rank's part in the agreement on a put ahead of its turn.
+
+    The controller asks all ranks for one step, and decides when all have said that they have not come to it. Each rank
+    waits there for the decision, so that no rank puts alone.
+    """
+
+    def __init__(self) -> None:
+        self._seen = self._put = -1
+        self._asked: tuple[int, bool | None] | None = None  # the step, and what was decided
+
+    def offered(self, step: int) -> bool:
+        """Take the question; return whether this step, or the first one after it, may be put."""
+        if step <= self._seen or (self._asked is not None and self._asked[1]):
+            return False
+        self._asked = step, None
+        return True
+
+    def decided(self, step: int, *, is_agreed: bool) -> None:
+        """Take the decision."""
+        if self._asked is not None and self._asked[0] == step:
+            self._asked = (step, True) if is_agreed else None
+
+    def asks(self, step: int) -> bool | None:
+        """Return whether to put this step, to which the rank has come; None: the decision is to be waited for."""
+        self._seen = max(self._seen, step)
+        if self._asked is None or step < self._asked[0]:
+            return step == self._put
+        if self._asked[1]:
+            self._asked, self._put = None, step
+        return None if self._asked is not None else True
+
+    def give_up(self) -> None:
+        """Wait no longer for a decision."""
+        self._asked = None
+
+
 class Schedule:
     """One rank's due steps, by what it has learned. Used by the training thread, but for `learn`."""
 
     def __init__(self, every: Every, base_step: int | None) -> None:
-        self.is_fixed = every.steps is not None
+        self.is_epoch, self.is_fixed = every.is_epoch, every.steps is not None or every.is_epoch
         self._known = (every.steps or 1, 0, every.steps or 1)  # the distance before a step, that step, and from it on
         self.go_on_from(base_step)
 
@@ -407,15 +444,16 @@ class Schedule:
             return None
         return next((put for put, before in uncommitted if put >= first and lead_end(put, before, steps) <= step), None)
 
-    def due(self, step: int) -> bool:
-        """Say whether the step is to be put: it is far enough from the last one that was."""
+    def due(self, step: int, *, is_epoch_end: bool = False) -> bool:
+        """Say whether the step is to be put: it is far enough from the last one that was, or ends an epoch."""
         if self._last_due is None:
             self._last_due = step - 1
         if step <= self._seen:
             return step <= self._last_due  # asked again; or it went back, and put() says so
         earlier, first, later = self._known
         self._seen = step
-        if step < self._last_due + (later if step >= first else earlier):
+        is_due = is_epoch_end if self.is_epoch else step >= self._last_due + (later if step >= first else earlier)
+        if not is_due:
             return False
         self._last_due = step
         return True

@@ -42,6 +42,7 @@ class HostState:
     stats: HostStats | None = None
     is_gone: bool = False  # dead for certain: its connection ended within our lease; silence may be a partition (R17)
     deaths_s: list[float] = field(default_factory=list)  # when it died, for probation (R29)
+    suspected_s: list[float] = field(default_factory=list)  # when it was silent for a while (R41)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,8 @@ class HostTable:
     def _enter(self, now: float, state: HostState, status: Status, why: str, *, is_new: bool = False) -> list[Change]:
         if status == "dead":
             state.deaths_s = [*state.deaths_s[-9:], now]
+        elif status == "suspect":
+            state.suspected_s = [*state.suspected_s[-9:], now]
         self._changed()
         is_flap = status == "suspect" or (status == "live" and state.status == "suspect" and not is_new)
         state.status, state.why, state.since_s = status, why, now

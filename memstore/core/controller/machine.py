@@ -22,7 +22,17 @@ from memstore.core.controller.reactions import Membership, facts, reactions
 from memstore.core.controller.takeover import Takeover
 from memstore.core.journal.replication import TermLease
 from memstore.core.wire import reports
-from memstore.core.wire.calls import Called, CloseStore, Get, ReserveRoom, Rewind, ShardLoaded, SkipStep, Withdraw
+from memstore.core.wire.calls import (
+    AnswerPutEarly,
+    Called,
+    CloseStore,
+    Get,
+    ReserveRoom,
+    Rewind,
+    ShardLoaded,
+    SkipStep,
+    Withdraw,
+)
 from memstore.core.wire.codec import Request
 from memstore.core.wire.messages import (
     Action,
@@ -64,6 +74,7 @@ class Inputs:
             Rewind: p.rewinds.ask,
             ReserveRoom: p.room.reserve,
             SkipStep: self._skip,
+            AnswerPutEarly: p.precautions.answered,
             CloseStore: p.attempts.close,
         }
         self._messages: Mapping[type[reports.Report], Callable[[str, Any], object]] = {
@@ -101,6 +112,7 @@ class Inputs:
         p.journal.record_waiting()
         p.drains.tick()
         p.departures.tick()
+        p.precautions.tick()
         for part in (p.attempts, p.room, p.rounds, p.followers, p.repair, p.job_removal):
             part.tick(now)
         p.durable_checks.tick(now)
@@ -118,6 +130,7 @@ class Inputs:
         for beat in beats:
             changes += self.state.hosts.heartbeat(self.state.now, beat)
             self.parts.recorder.heartbeat(beat.host_id, beat.stats)
+            self.parts.precautions.heartbeat(beat)
             self.parts.steps.trained(beat.trained)
         self.membership.changed(changes)
 

@@ -20,6 +20,7 @@ from memstore.core.durable.writes import DurableOrders
 from memstore.core.history.job_removal import JobRemoval, Orphans
 from memstore.core.history.pins import Pins, Retirement
 from memstore.core.journal.replication import Journal, Waiters
+from memstore.core.precautions import Precautions
 from memstore.core.repair import Repair
 from memstore.core.report.dry_run import DryRuns
 from memstore.core.report.recorder import EventRecorder
@@ -62,6 +63,7 @@ class Parts:
             state, out, self.view, self.steps, self.retention, self.durable_states, self.persists
         )
         self.departures = Departures(state, out, self.durable_checks, self.persists)
+        self.precautions = Precautions(state, out, self.persists)
         # attempts
         self.attempts = Attempts(state, out, self.journal, self.view, markers)
         self.rewinds = Rewinds(state, out, self.view, self.attempts)
@@ -88,5 +90,6 @@ class Parts:
             self.departures,
             self.attempts,
             self.recorder.watch,
+            self.recorder.accounts,
         )
         self.dry_runs = DryRuns(state, out, self.durable_states, self.durable_looks)

@@ -153,6 +153,7 @@ def reactions(p: Parts, membership: Membership) -> Mapping[type[e.Happened], tup
         p.persists,
         p.durable,
         p.departures,
+        p.precautions,
         p.view.shared_shards,
         p.last_copies,
         p.sent_orders,
@@ -163,7 +164,7 @@ def reactions(p: Parts, membership: Membership) -> Mapping[type[e.Happened], tup
             lambda event: p.followers.committed(event.job),
         ),
         e.PersistAsked: (lambda event: p.durable.consider(state.now, event.job),),
-        e.DrainChanged: (lambda event: membership.recompute_all_placements(),),
+        e.DrainChanged: (lambda event: membership.recompute_all_placements(), p.precautions.drain_changed),
         e.AttemptBegun: (
             lambda event: p.rounds.abort(
                 event.job, "FencedError", f"attempt {event.attempt} of job {event.job!r} was opened"

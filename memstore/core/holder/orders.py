@@ -28,6 +28,7 @@ from memstore.core.wire.orders import (
     Order,
     PushCopy,
     PushTargets,
+    PutEarly,
     Reserve,
     StepLevel,
     TermNumber,
@@ -166,7 +167,7 @@ def obey(io: HolderIo, state: HolderState, order: Order) -> Coroutine[Any, Any, 
             io.start(READ, bring.run, state, order)
         case StepLevel(level="skipped" | "superseded"):
             io.start(DROP, abandon, state, order)
-        case StepLevel():
+        case StepLevel() | PutEarly():
             return ranks.send_to_attempt(io, state, order)
         case FreeCopies():
             io.start(DROP, free, state, order)

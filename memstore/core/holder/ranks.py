@@ -20,7 +20,7 @@ from memstore.core.holder.reads import ready
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.calls import EndLease, LeaseStep, RankCall
 from memstore.core.wire.codec import encode
-from memstore.core.wire.orders import CallAnswered, StepLevel
+from memstore.core.wire.orders import CallAnswered, PutEarly, StepLevel
 from memstore.core.wire.rank_messages import AttemptFenced, RankHello, ToolHello
 from memstore.core.wire.replies import Joined, ShardReady, StepLeased, decode_passed
 from memstore.core.wire.reports import ProcessGone, RankArrived
@@ -154,9 +154,9 @@ async def send_replicated(io: HolderIo, state: HolderState, shard: ShardId) -> N
             await send_level(io, state, link, level)
 
 
-async def send_to_attempt(io: HolderIo, state: HolderState, level: StepLevel) -> None:
+async def send_to_attempt(io: HolderIo, state: HolderState, level: StepLevel | PutEarly) -> None:
     """Tell a job's ranks the level of a step; the last commit is kept for links that come back."""
-    if level.level in ("committed", "durable"):
+    if isinstance(level, StepLevel) and level.level in ("committed", "durable"):
         state.ranks.committed[level.job] = level
     for link in state.ranks.of_job(level.job):
         if link.attempt == level.attempt:

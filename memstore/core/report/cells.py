@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from msgspec.structs import replace
 
 from memstore.core.cluster.text import age_text, lost_text, plural, size_text
@@ -10,7 +12,15 @@ from memstore.core.report.problems import drain_text, is_over_limit
 from memstore.core.report.redundancy import beyond_text
 from memstore.core.wire.codec import fields_of
 from memstore.core.wire.replies import Plan
-from memstore.core.wire.status_rows import AttemptStatus, HostRow, JobRow, LaunchRow, ProblemRow, SurvivalRow
+from memstore.core.wire.status_rows import (
+    AttemptStatus,
+    GoodputRow,
+    HostRow,
+    JobRow,
+    LaunchRow,
+    ProblemRow,
+    SurvivalRow,
+)
 
 STARTS_MAX = 8  # hosts named on which ranks of lost hosts would start
 JOB_HEADS = ("JOB", ">ATT", ">RANKS", ">TRAINING", "NEWEST COMMITTED", "AT RISK NOW", "COPIES", "SURVIVES", "DURABLE")
@@ -40,6 +50,23 @@ def job_cells(jobs: list[JobRow], launches: list[LaunchRow]) -> list[tuple[str, 
             )
         )
     return found
+
+
+def goodput_text(row: GoodputRow | None) -> str:
+    """Return "96.1 % of 7 d trained and kept; 14 outages: 19 min down (...), at least 31 steps (62 s) lost", or ""."""
+    if row is None or row.total_s <= 0:
+        return ""
+    since = "" if row.is_whole else f" since {age_text(row.since_s)} ago, when this controller began"
+    percent = math.floor(1000 * row.kept_s / row.total_s) / 10
+    parts = [f"{percent:.1f} % of {age_text(row.total_s)} trained and kept{since}"]
+    down = ", ".join(f"{phase.replace('_', ' ')} {age_text(took_s)}" for phase, took_s in row.down_s.items())
+    down = f"{age_text(sum(row.down_s.values()))} down ({down})" if down else "never down"
+    parts.append(f"{plural(row.outages, 'outage')}: {down}" if row.outages else f"no outage, {down}")
+    if row.lost_steps:
+        parts[-1] += f", at least {plural(row.lost_steps, 'step')} ({age_text(row.lost_s)}) trained and lost"
+    if row.taken_back_steps:
+        parts.append(f"{plural(row.taken_back_steps, 'step')} ({age_text(row.taken_back_s)}) taken back by choice")
+    return "; ".join(parts)
 
 
 def ranks_text(newest: AttemptStatus) -> str:

@@ -144,6 +144,26 @@ def _drained(e: Event) -> str:
     return ("must NOT go yet: " if e["short"] else "can go: ") + left
 
 
+def _outage(e: Event) -> str:
+    what = "a rewind, or get(trusted=True)" if e["is_chosen"] else e["why"] or "a new launch; no loss was seen"
+    spent = ", ".join(f"{phase.replace('_', ' ')} {fine_text(took_s)}" for phase, took_s in e["seconds"].items())
+    steps = f"at least {plural(e['steps_lost'], 'step')} ({fine_text(e['lost_s'])}) trained"
+    lost = f"{steps} and {'taken back' if e['is_chosen'] else 'lost'}" if e["steps_lost"] else lost_text(0)
+    down = f"down for {fine_text(sum(e['seconds'].values()))} by {what}: {spent}"
+    return f"trains again at step {e['step']}, {down}; {lost}; goodput {100 * e['goodput']:.1f} %"
+
+
+def _precaution(e: Event) -> str:
+    put = f"step {e['step']} is asked for ahead of its turn" if "step" in e else f"no early put: {e['why_not']}"
+    write = "a committed step is written to durable storage" if e["durable"] else "no durable storage is configured"
+    return f"sign of a coming failure on {e['host']}: {e['why']}; {put}; {write}"
+
+
+def _early_put(e: Event) -> str:
+    what = f"is NOT put ahead of its turn: {e['why_not']}" if e["why_not"] else "is put by all ranks ahead of its turn"
+    return f"step {e['step']} {what} ({e['why']})"
+
+
 KINDS: Mapping[str, EventKind] = {
     "put": EventKind(ROUTINE, _put),
     "commit": EventKind(ROUTINE, _commit),
@@ -185,6 +205,9 @@ KINDS: Mapping[str, EventKind] = {
     ),
     "pinned": EventKind(NOTABLE, lambda e: f"step {e['step']} pinned as {e['name']}"),
     "unpinned": EventKind(NOTABLE, lambda e: f"pin {e['name']} taken back"),
+    "precaution": EventKind(NOTABLE, _precaution, is_logged=True),
+    "early_put": EventKind(NOTABLE, _early_put),
+    "outage": EventKind(NOTABLE, _outage),
     "closed": EventKind(NOTABLE, lambda e: f"attempt {e['attempt']} closed by all its ranks"),
     "ended": EventKind(PROBLEM, lambda e: f"attempt {e['attempt']} ENDED by {e['why']}"),
     "removed": EventKind(NOTABLE, lambda e: f"removed with all its copies in RAM{_taken(e)}"),

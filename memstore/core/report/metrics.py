@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memstore.core.wire.replies import Status
-from memstore.core.wire.status_rows import AttemptStatus, EventRow, HostStats
+from memstore.core.wire.status_rows import AttemptStatus, EventRow, GoodputRow, HostStats
 
 JOB, HOST = ("job_name",), ("host",)
 STALL_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -56,6 +56,7 @@ class JobNow:
 
     newest: AttemptStatus
     serving_s: float
+    goodput: GoodputRow | None = None
 
     @property
     def is_running(self) -> bool:
@@ -88,7 +89,12 @@ _STORE: tuple[tuple[str, tuple[str, ...], str], ...] = (  # each has a line in `
     ("problems", ("kind", "severity"), "Rows of `memstore status` about what is wrong, by kind and severity."),
     ("events_unwritten", (), "Events that the log or the counters missed since the controller started."),
 )
-_JOB: tuple[tuple[str, str, Callable[[JobNow], float]], ...] = (
+_JOB: tuple[tuple[str, str, Callable[[JobNow], float | None]], ...] = (  # None: there is no number
+    (
+        "goodput_ratio",
+        "Share of a job's time, since it or the controller began, in steps that stay; absent until one is trained.",
+        lambda job: job.goodput.kept_s / job.goodput.total_s if job.goodput and job.goodput.total_s else None,
+    ),
     (
         "job_running",
         "1 while an attempt of the job is open and not all of its processes have ended.",
@@ -164,6 +170,10 @@ def _took(phase: str) -> Callable[[Fields], Count]:
     return lambda e: e["seconds"].get(phase)
 
 
+def _by(e: Fields) -> str:
+    return "choice" if e["is_chosen"] else "failure"
+
+
 def _in_all(e: Fields) -> Count:
     """Return the seconds of all phases; a restore of nothing has none."""
     return sum(e["seconds"].values()) if "seconds" in e else None
@@ -194,8 +204,14 @@ _EVENTS: tuple[tuple[str, tuple[str, ...], str, Mapping[str, Callable[[Fields], 
         {"restore": lambda e: e.get("bytes")},
     ),
     (
-        "steps_lost_total", JOB, "Steps known to be trained that restores went back behind: at least so many.",
-        {"restore": lambda e: e["steps_lost"] if e.get("adopted") else None},
+        "steps_lost_total", (*JOB, "by"), "Steps known to be trained that failures took, or a person took back.",
+        {"outage": lambda e: {_by(e): e["steps_lost"]}},
+    ),
+    ("outages_total", (*JOB, "by"), "Times that training went on after an outage.", {"outage": lambda e: {_by(e): 1}}),
+    (
+        "outage_seconds_total", (*JOB, "phase"),
+        "Seconds of outages: detection, restart, restore, first_step; lost_steps: that these had taken.",
+        {"outage": lambda e: {**e["seconds"], "lost_steps": e["lost_s"]}},
     ),
     (
         "replaced_ranks_total", (*JOB, "cause"),
@@ -272,8 +288,9 @@ def status_gauges(status: Status, unwritten_count: int) -> list[Sample]:
     samples.append(Sample("memstore_events_unwritten", unwritten_count))
     for row in status.jobs:
         if row.newest is not None:
-            job = JobNow(row.newest, status.serving_s)
-            samples += [Sample(f"memstore_{name}", value(job), (row.job,)) for name, _, value in _JOB]
+            job = JobNow(row.newest, status.serving_s, row.goodput)
+            values = [(name, value(job)) for name, _, value in _JOB]
+            samples += [Sample(f"memstore_{name}", value, (row.job,)) for name, value in values if value is not None]
     return samples
 
 

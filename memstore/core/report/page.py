@@ -15,6 +15,7 @@ from memstore.core.cluster.text import phases_text, replaced_text
 from memstore.core.report.cells import (
     JOB_HEADS,
     by_cause,
+    goodput_text,
     holds_text,
     job_cells,
     outcome,
@@ -38,10 +39,11 @@ def status_view(status: Status) -> Json:
     levels = [each for each in levels_of(status.failure_domains)[:-1] if any(each in h.labels for h in status.hosts)]
     heads = [head.removeprefix(">").lower() for head in JOB_HEADS]
     rows = job_cells(status.jobs, status.launches)
+    goodput = {row.job: goodput_text(row.goodput) or "-" for row in status.jobs}
     return {
         "level": levels[-1] if levels else "",
         "groups": host_groups(status.hosts, levels),
-        "jobs": [dict(zip(heads, cells, strict=True)) for cells in rows],
+        "jobs": [{**dict(zip(heads, cells, strict=True)), "goodput": goodput.get(cells[0], "-")} for cells in rows],
         "problems": [{"severity": row.severity, "text": problem_line(row)[2:]} for row in by_cause(status.problems)],
     }
 

@@ -23,6 +23,7 @@ from memstore.core.cluster.text import NAMED_MAX, WHY_DROPPED
 from memstore.core.durable.departures import Departures
 from memstore.core.repair import RepairPushes
 from memstore.core.report.event_kinds import KINDS, ROUTINE, event_text
+from memstore.core.report.goodput import Accounts
 from memstore.core.report.redundancy import RedundancyMonitor
 from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.replies import Events
@@ -173,6 +174,7 @@ class EventRecorder:
         self.state, self.out = state, out
         self.recent_events = RecentEvents(term)
         self.watch = RedundancyMonitor(state, pushes, departures, self.note)
+        self.accounts = Accounts(state, self.note)
         self.puts: dict[tuple[str, StepId], Putting] = {}
         self.skips: dict[tuple[str, int, int], tuple[str, SkipStep]] = {}  # (job, attempt, step) -> host, rank's word
         self.problem = ""  # the last mistake in telling; tests look at it
@@ -184,6 +186,7 @@ class EventRecorder:
     def note(self, /, kind: str, **told: Any) -> None:
         """Record one thing that happened now; some kinds are lines of the controller's log as well."""
         row = self.recent_events.add(kind, self.state.wall_s, **told)
+        self.accounts.noted(row)
         if KINDS[kind].is_logged:
             about = f"job {row.job!r}" if row.job else f"host {row.host}"
             self.out.log(f"{about}: {event_text(row)}", "warning")
@@ -256,6 +259,7 @@ class EventRecorder:
         """Record a replicated fact, just before it takes effect."""
         job, note = self.state.jobs.get(getattr(fact, "job", "")), self.note
         place = {name: getattr(fact, name) for name in ("job", "attempt", "step") if hasattr(fact, name)}
+        self.accounts.fact(fact, job)
         match fact:
             case f.StepCommitted() if job is not None:
                 self._committed(job, fact)
@@ -388,6 +392,7 @@ class EventRecorder:
     def tick(self) -> None:
         """Record, at the end of an input, the conditions that began or ended."""
         self.watch.tick(self.state.now)
+        self.accounts.tick()
 
     # -- hosts, storage -------------------------------------------------------------------------
 

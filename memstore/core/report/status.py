@@ -16,6 +16,7 @@ from memstore.core.commits import PASSED_OFTEN
 from memstore.core.durable.departures import Departures
 from memstore.core.durable.states import DurableStates
 from memstore.core.repair import RepairPushes
+from memstore.core.report.goodput import Accounts
 from memstore.core.report.problems import problems
 from memstore.core.report.redundancy import RedundancyMonitor, held_for, own_first, survival, survival_rows
 from memstore.core.report.timeline import fewest_copies, steps_of
@@ -153,9 +154,11 @@ class StatusReport:
         departures: Departures,
         attempts: Attempts,
         watch: RedundancyMonitor,
+        accounts: Accounts,
     ) -> None:
         self.state, self.term, self.view, self.drains, self.room, self.pushes = state, term, view, drains, room, pushes
         self.states, self.departures, self.attempts, self.watch = states, departures, attempts, watch
+        self.accounts = accounts
         self._shards: dict[str, Shards] = {}
 
     def answer(self) -> Status:
@@ -266,6 +269,7 @@ class StatusReport:
             pins=known.pins,
             origin=known.origin,
             newest=self._attempt(job, job.newest, job.newest_committed) if job.newest is not None else None,
+            goodput=self.accounts.row(job),
         )
 
     def _ago_s(self, at_s: float | None) -> float | None:

@@ -165,6 +165,13 @@ class SkipStep(RankRequest[Skipped], frozen=True, tag="skip"):
     stall_s: float | None = None
 
 
+class AnswerPutEarly(RankRequest[Noted], frozen=True, tag="answer_put_early"):
+    """Say whether a step may be put ahead of its turn: this rank has not come to it, and waits there (R33)."""
+
+    step: Unsigned
+    is_possible: bool
+
+
 class RetireStep(Request[Noted], frozen=True, tag="retire"):
     """Have no get return a step (R25)."""
 
@@ -366,6 +373,7 @@ RankCall = (
     | PersistStep
     | RemoveJob
     | DrainHost
+    | AnswerPutEarly
 )
 
 

@@ -192,6 +192,16 @@ class StepLevel(Message, frozen=True, tag="level"):
     put_steps: Unsigned = 1
 
 
+class PutEarly(Message, frozen=True, tag="put_early"):
+    """Put the first step from this one on ahead of its turn: asked of all ranks, then decided for all alike (R33)."""
+
+    job: Name
+    attempt: Unsigned
+    step: Unsigned
+    is_agreed: bool | None = None
+    """None: it is asked, and the rank answers."""
+
+
 # -- restores (R23-R27) -------------------------------------------------------------------------------
 
 
@@ -372,6 +382,7 @@ Order = (
     | Bring
     | DurableOrder
     | CallAnswered
+    | PutEarly
 )
 
 decode_order: Decoder[Order] = Decoder(Order)

@@ -13,7 +13,7 @@ from memstore.core.wire.calls import Called
 from memstore.core.wire.codec import Decoder, Message, Part, Setting
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.ids import Name, Positive, Seconds, Unsigned
-from memstore.core.wire.orders import CallAnswered, StepLevel
+from memstore.core.wire.orders import CallAnswered, PutEarly, StepLevel
 
 # -- rank to holder -----------------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class ShardDiffers(Message, frozen=True, tag="replicas_differ"):
     chunks: tuple[Unsigned, ...]
 
 
-HolderEvent = CallAnswered | SlotsLeased | StepLevel | CheckInto | AttemptFenced | ShardDiffers
+HolderEvent = CallAnswered | SlotsLeased | StepLevel | CheckInto | AttemptFenced | ShardDiffers | PutEarly
 
 decode_greeting: Decoder[Welcome | ErrorMessage] = Decoder(Welcome | ErrorMessage)
 decode_holder_event: Decoder[HolderEvent] = Decoder(HolderEvent)

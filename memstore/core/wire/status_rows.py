@@ -110,6 +110,10 @@ class HostStats(Part, frozen=True):
     behind_ranks: str
     verified_bytes: Unsigned
     """What `verify` has digested again so far."""
+    corrected_errors: Unsigned = 0
+    """Of the memory, as the kernel counts them; so are the next two (R41)."""
+    uncorrected_errors: Unsigned = 0
+    link_errors: Unsigned = 0
 
 
 class ShortStep(Part, frozen=True):
@@ -349,6 +353,27 @@ class AttemptStatus(Part, frozen=True):
     is_skip_for_room: bool
 
 
+class GoodputRow(Part, frozen=True):
+    """What became of a job's time since the controller has an account of it, as far as ranks said what they trained."""
+
+    since_s: float
+    is_whole: bool
+    """Nothing of the job was before that."""
+    total_s: float
+    """But for the time in which it was closed."""
+    kept_s: float
+    """In steps that stay."""
+    lost_steps: Unsigned
+    """Trained, and taken by failures: at least so many."""
+    lost_s: float
+    taken_back_steps: Unsigned
+    """Trained, and gone back behind since a person wanted it."""
+    taken_back_s: float
+    down_s: dict[str, float]
+    """By phase."""
+    outages: Unsigned
+
+
 class JobRow(Part, frozen=True):
     """One job, with its steps as `memstore ls` draws them."""
 
@@ -361,6 +386,8 @@ class JobRow(Part, frozen=True):
     origin: OriginRow | None
     newest: AttemptStatus | None
     """None: there are copies, and no attempt is known."""
+    goodput: GoodputRow | None = None
+    """None: no step of it is known to be trained."""
 
 
 class ProblemRow(Part, frozen=True):

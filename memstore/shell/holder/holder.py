@@ -49,6 +49,7 @@ from memstore.shell.holder.blocking_io import BlockingIo
 from memstore.shell.holder.context import HolderContext, PeerTable, RankConnections
 from memstore.shell.holder.controller_session import ControllerSessions
 from memstore.shell.holder.folder_guard import FolderGuard
+from memstore.shell.holder.hardware import HardwareErrors
 from memstore.shell.holder.pending_calls import Calls, TrainedSteps
 from memstore.shell.holder.rank_server import RankServer
 from memstore.shell.holder.scrub import Scrubber
@@ -209,6 +210,7 @@ class Holder:
         """Make the parts, each from the context and from parts made before it."""
         context = self.context
         self.trained, self.scrubber = TrainedSteps(), Scrubber(context)
+        self.hardware = HardwareErrors(self.stopping)
         self.send_gate = SendGate(self.folder)
         parity = ParityServer(
             self.replicas,
@@ -249,7 +251,8 @@ class Holder:
         )
 
     def _start_loops(self) -> list[threading.Thread]:
-        loops = {"heartbeat": self._heartbeat_loop, "reap": self._reap_loop, "scrub": self.scrubber.run}
+        loops = {"heartbeat": self._heartbeat_loop, "reap": self._reap_loop}
+        loops |= {"scrub": self.scrubber.run, "hardware": self.hardware.run}
         threads = [threading.Thread(target=run, name=f"memstore-{name}", daemon=True) for name, run in loops.items()]
         for thread in threads:
             thread.start()
@@ -367,6 +370,7 @@ class Holder:
             **self.damage.stats(),
             **self.guard.stats(),
             **descriptor_stats(),
+            **self.hardware.counts,
             "spilled_bytes": self.send_gate.spilled_bytes,
         }
         stats = HostStats(

@@ -22,7 +22,7 @@ from memstore.core.holder.inventory import answer_fence
 from memstore.core.wire import calls, orders
 from memstore.core.wire.codec import Message, encode, tag_of
 from memstore.core.wire.messages import Body, HostInfo
-from memstore.core.wire.orders import DurablePlace, StepLevel
+from memstore.core.wire.orders import DurablePlace, PutEarly, StepLevel
 from memstore.core.wire.peer_messages import Offer, PeerRequest, Refused, WholeShard
 from memstore.core.wire.rank_messages import HolderEvent
 from memstore.core.wire.replies import GetAgain, Joined, ShardPlaced, Skipped
@@ -110,6 +110,7 @@ class DirectedRank(SimRank):
         self.degraded: dict[int, bool] = {}
         self.reasons: dict[int, str] = {}
         self.put_interval = (0, 1)  # what commits brought
+        self.on_put_early: Callable[[PutEarly], object] = bool  # takes questions and decisions of R33.7; bool: nothing
         self.into_error = ""
         self.loads = True  # False: it is at it until the test says more
         self.is_loading = False  # its get brought bytes, and is not over
@@ -135,6 +136,8 @@ class DirectedRank(SimRank):
         """Take what the holder says."""
         before = dict(self.tickets)
         super().receive(message)
+        if isinstance(message, PutEarly):
+            self.on_put_early(message)
         if isinstance(message, StepLevel) and message.attempt == self.attempt:
             self.put_interval = max(self.put_interval, (message.put_from, message.put_steps))
             if self.tickets.get(message.step) == message.level != before.get(message.step):

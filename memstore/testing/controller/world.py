@@ -327,9 +327,9 @@ class ControllerWorld(VirtualTime):
     def leave_to_late_host(self, name: str, known: int) -> None:
         """Let one host alone keep the facts after so many, and be away while a successor starts without it."""
         for other, holder in self.holders.items():
-            facts = [at for at, record in enumerate(holder.journal) if not is_part(record)]
+            ends = [0, *(at for at, record in enumerate(holder.journal, 1) if not is_part(record))]
             if other != name:
-                del holder.journal[facts[known - 1] + 1 :]
+                del holder.journal[ends[known] :]
         self.kill_host(name, keep_memory=True)
         self.crash_controller()
         self.run(8.0)

@@ -114,12 +114,24 @@ def test_data_without_a_length_is_refused(case: Any, config: Config) -> None:
 
 
 def test_puts_come_every_n_optimizer_steps(case: Any, config: Config) -> None:
-    """every_n_steps=3 leaves the last multiple; a fit that has nothing left to do trains nothing."""
-    case.fit(config, "every", case.Module(), steps=8, every_n_steps=3)
+    """put_every=3 leaves the last multiple; a fit that has nothing left to do trains nothing."""
+    config = config.with_fields({"put_every": 3})
+    case.fit(config, "every", case.Module(), steps=8)
     module = case.Module()
-    checkpoints, _ = case.fit(config, "every", module, steps=6, every_n_steps=3)
+    checkpoints, _ = case.fit(config, "every", module, steps=6)
     assert checkpoints.restored_step == 6
     assert not module.losses
+
+
+def test_with_epoch_the_ends_of_epochs_are_put(case: Any, config: Config) -> None:
+    """Epochs of 4 batches, two of which make a step: of 5 steps the fourth is what is left."""
+    config = config.with_fields({"put_every": "epoch"})
+    options: dict[str, Any] = {"trainer": {"accumulate_grad_batches": 2, "limit_train_batches": 4}}
+    case.fit(config, "epochs", case.Module(), steps=5, **options)
+    module = case.Module()
+    checkpoints, _ = case.fit(config, "epochs", module, steps=6, **options)
+    assert checkpoints.restored_step == 4
+    assert sorted(module.losses) == [4, 5]
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_a_folder_goes_with_an_error_and_what_a_dead_process_left_is_replaced(
     case: Any, config: Config, tmp_path: Path
 ) -> None:
     """Nothing stays in memory when training never starts; a leftover of a killed process does not matter."""
-    case.train(tmp_path, config, "job", case.Losses(), every_n_steps=4)
+    case.train(tmp_path, config.with_fields({"put_every": 4}), "job", case.Losses())
     mine = case.folder_of(config, "job")
     mine.mkdir()
     (mine / "pytorch_model.bin").write_bytes(b"torn")
@@ -91,6 +91,13 @@ def test_a_folder_goes_with_an_error_and_what_a_dead_process_left_is_replaced(
         start_and_fail(callback, case.trainer_for(tmp_path), mine)
     assert callback.restored_step == case.STEPS
     assert not mine.exists()
+
+
+def test_with_epoch_the_ends_of_epochs_are_put(case: Any, config: Config, tmp_path: Path) -> None:
+    """24 rows in batches of 4 are an epoch of 6 steps: of 8 steps the sixth is what is left."""
+    config = config.with_fields({"put_every": "epoch"})
+    case.train(tmp_path, config, "epochs", case.Losses())
+    assert case.train(tmp_path, config, "epochs", case.Losses()).restored_step == case.STEPS // 6 * 6
 
 
 def start_and_fail(callback: Any, trainer: Any, mine: Path) -> None:

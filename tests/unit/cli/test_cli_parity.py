@@ -99,13 +99,15 @@ def test_a_host_that_keeps_parity_can_go_once_the_job_has_moved(monkeypatch: pyt
 
 
 def test_a_host_that_keeps_parity_waits_for_durable_storage_where_there_is_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The notice is waited for; what helps at once is named, and lets the host go."""
+    """Where the step cannot be written at once, the notice is waited for; what helps is named, and lets the host go."""
     world, ranks = trained(5, last=3, pause_s=3.0, parity=4, durable="/durable", durable_every=1000)
     desk = desk_of(monkeypatch, world, ranks)
+    world.durable.problem = "not mounted"
     given = desk.run("drain", "h1", "--within", "5")
     assert given.exit_code == 4
     assert "or `memstore persist train`, if no rank puts any more" in given.stderr
     assert line(desk, "h1 ").endswith(" shards to make durable")
+    world.durable.problem = ""
     assert desk.run("persist", "train").exit_code == 0
     world.run(5.0)  # the storage is looked at
     assert line(desk, "h1 ").endswith("draining: can go")

@@ -75,6 +75,7 @@ def test_what_put_every_says() -> None:
     assert parse_put_every("5min") == Every(interval_s=300.0)
     assert parse_put_every("2%") == Every(overhead=0.02)
     assert parse_put_every("auto") == Every()
+    assert parse_put_every("epoch") == Every(is_epoch=True)
     for bad in (0, -1, True, 1.5, None, "0s", "100%", "steps", "1e9s"):
         with pytest.raises(ConfigError, match="auto"):
             parse_put_every(bad)
@@ -218,6 +219,41 @@ def test_a_fixed_distance_counts_from_the_step_that_was_restored() -> None:
     assert schedule.due(0), "put() refuses it, and says why"
     schedule.go_on_from(15)
     assert [step for step in range(16, 25) if schedule.due(step)] == [19, 23]
+
+
+def test_an_epoch_is_put_at_its_end_and_nowhere_else() -> None:
+    """By what the loop says; no commit is waited for, and the same step asked again gets the same answer."""
+    schedule = Schedule(parse_put_every("epoch"), None)
+    assert [step for step in range(12) if schedule.due(step, is_epoch_end=step % 4 == 3)] == [3, 7, 11]
+    assert schedule.awaited(10**6, [(step, step - 1) for step in range(12)]) is None
+    assert schedule.due(11, is_epoch_end=True)
+    schedule.go_on_from(7)
+    assert [step for step in range(8, 12) if schedule.due(step, is_epoch_end=step % 4 == 3)] == [11]
+
+
+def test_should_put_without_a_word_of_the_epoch_is_refused_by_name() -> None:
+    """With another put_every the word is taken and changes nothing: a loop may always say it."""
+    steps = Steps(cast(HolderLink, SimpleNamespace(job="job", rank=0, attempt=1, notify=lambda message: None)))
+
+    def begin(put_every: str | int) -> None:
+        steps.begin_attempt(
+            Joined(
+                attempt=1,
+                world_size=2,
+                rank=0,
+                restored_step=None,
+                resume_step=0,
+                put_every=put_every,
+                shared_shard=None,
+            )
+        )
+
+    begin("epoch")
+    with pytest.raises(ConfigError, match=r"should_put\(5\) does not know where one ends.*is_epoch_end="):
+        steps.due(5, 1.0)
+    assert [step for step in range(6, 9) if steps.due(step, 1.0, step == 7)] == [7]
+    begin(2)
+    assert [step for step in range(6) if steps.due(step, 1.0, step == 2)] == [1, 3, 5]
 
 
 def test_a_wait_in_vain_is_logged_once_until_a_commit_comes(caplog: pytest.LogCaptureFixture) -> None:

@@ -32,6 +32,7 @@ from memstore.core.wire.orders import (
     Order,
     PushCopy,
     PushTargets,
+    PutEarly,
     RemoveStep,
     Reserve,
     SlicesOfShard,
@@ -104,7 +105,7 @@ SESSION: list[Order] = [
     TakeIncarnation(above=1),
     CallAnswered(id=1, reply=b""),
 ]
-AT_ONCE = {PushTargets, StepLevel}  # and slices, which are begun one by one
+AT_ONCE = {PushTargets, StepLevel, PutEarly}  # and slices, which are begun one by one
 
 
 @dataclass(eq=False)

@@ -105,7 +105,8 @@ def test_counters_of_puts_skips_and_restores() -> None:
     world.put(ranks[0], 5)
     world.run(1.0)
     world.kill_host(ranks[2].host_id)
-    world.get(world.launch(3))
+    again = world.launch(3)
+    world.get(again)
     counts = totals(world)
     assert counts["commits_total/train/no"] == counts["time_to_commit_seconds/train"] == 2
     assert counts["time_to_redundant_seconds/train"] == 2
@@ -114,8 +115,13 @@ def test_counters_of_puts_skips_and_restores() -> None:
     assert counts[f"put_stall_seconds/train/{ranks[1].host_id}"] == 1
     assert (counts["restores_total/train/none"], counts["restores_total/train/peer"]) == (1, 1)
     assert (counts["restored_bytes_total/train/local"], counts["restored_bytes_total/train/peer"]) == (512, 256)
-    assert counts["steps_lost_total/train"] == 3  # step 5 was seen, step 2 was whole
     assert counts["restore_seconds/train"] == 1
+    assert world.put_all(again, 3)
+    world.run(1.0)
+    counts = totals(world)
+    assert counts["steps_lost_total/train/failure"] == 3  # step 5 was seen, step 2 was whole
+    assert counts["outages_total/train/failure"] == 1
+    assert counts["outage_seconds_total/train/restart"] > 0
 
 
 def test_what_a_holder_exports_follows_from_its_heartbeat() -> None:
@@ -142,4 +148,4 @@ def test_the_table_of_metrics_keeps_prometheus_conventions() -> None:
     series = [
         len(metric.buckets) + 3 if metric.buckets else 1 for metric in METRICS.values() if "host" not in metric.tags
     ]
-    assert sum(series) <= SERIES_OF_A_JOB + 20
+    assert sum(series) <= SERIES_OF_A_JOB + 23

@@ -413,12 +413,14 @@ def test_what_is_committed_after_the_notice_is_made_durable_as_well() -> None:
     assert 3 in markers(world)
 
 
-def test_hosts_that_stay_take_the_copies_and_nothing_is_written() -> None:
-    """Enough others are there; nor without durable=, nor once the notice is taken back."""
+def test_hosts_that_stay_take_the_copies_and_one_step_is_written() -> None:
+    """A precaution where enough others are there; none without durable=, nor once the notice is taken back."""
     world, ranks = trained(4, 3, last=3, **DURABLE)
     drain(world, ranks[0], "h1")
     world.run(10.0)
-    assert markers(world) == [1]
+    assert markers(world) == [1, 3]
+    world.run(60.0)
+    assert markers(world) == [1, 3]
     world, ranks = trained(2, 2, last=3)
     drain(world, ranks[0], "h0", "h1")
     world.run(10.0)
