@@ -141,7 +141,7 @@ def suspect(rig: Rig, name: str) -> None:
 
 def lose(rig: Rig, name: str) -> None:
     """A host's connection ends."""
-    rig.controller.events.put((rig.sessions[name], SessionEnded("reset by peer")))
+    rig.controller.tell((rig.sessions[name], SessionEnded("reset by peer")))
 
 
 def in_turn(what: Callable[[Rig, str], None], rig: Rig, names: list[str]) -> None:
@@ -156,8 +156,7 @@ def come_back(rig: Rig, name: str) -> None:
     host = rig.fleet.hosts[name]
     host.incarnation += 1
     rig.sessions[name].incarnation = host.incarnation
-    with rig.controller.lock:
-        rig.controller.sessions[name] = rig.sessions[name]
+    rig.controller.sessions[name] = rig.sessions[name]
     rig.notify([(name, rig.fleet.up(host))])
 
 
