@@ -11,17 +11,21 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import ray
 
 from benchmarks.report import targets
 from benchmarks.report.harness import MIB, Options, Record, Took, require
 from benchmarks.rigs import gpt_tensors, rig
-from benchmarks.rigs.stopwatch import anonymous_bytes
+from benchmarks.rigs.stopwatch import anonymous_bytes, cpu_seconds, private_bytes
 from memstore.client.connect import connect
 from memstore.core.wire.calls import AskStatus
 from memstore.errors import MemstoreError
+from memstore.shell.on_ray.actors import NAMESPACE, RayMembership, controller_name
+from memstore.testing.clusters.embedded import EmbeddedCluster
 from memstore.testing.clusters.processes import ProcessCluster
 
 STATE_BYTES = 64 * MIB
@@ -132,3 +136,53 @@ def _wait(is_done: Callable[[], bool], what: str) -> None:
         if time.monotonic() > limit_s:
             raise MemstoreError(f"waited {REPAIR_S:g} s for {what}")
         time.sleep(0.05)
+
+
+# -- idle ---------------------------------------------------------------------------------------------
+# What do a holder and a controller cost that have nothing to do?
+#
+# A store of two hosts without a job, as plain processes and under Ray. Beside Ray's actors one without a line of ours:
+# that is what a process of Ray's costs before our code begins.
+
+
+QUIET_S, IDLE_S = 40.0, 60.0  # a controller looks for new hosts more rarely after half a minute
+
+
+class Nothing:
+    """An actor that does nothing."""
+
+    def pid(self) -> int:
+        """Return its process."""
+        return os.getpid()
+
+
+def run_idle(options: Options) -> list[Record]:
+    """Return the processor time and the memory of each process, of one stretch."""
+    with rig.two_hosts(options, replicas=2) as cluster:
+        require(cluster.controller is not None, "a controller")
+        holder, controller = rig.pids_of(cluster)[1:]
+        found = [_idle("idle", {"a holder": holder, "the controller": controller})]
+    if options.with_ray:
+        with EmbeddedCluster({host: {"rack": host, "memstore": "replica"} for host in (rig.NEAR, rig.FAR)}) as hosts:
+            actor = ray.remote(num_cpus=0)(Nothing).remote()
+            name = controller_name(hosts.config.store)
+            about = ray.get(ray.get_actor(name, namespace=NAMESPACE).describe.remote())
+            pids = {
+                "a holder": RayMembership(hosts.config.store).hosts()[rig.FAR]["pid"],
+                "the controller": about["pid"],
+                "an actor of Ray's that does nothing": ray.get(actor.pid.remote()),
+            }
+            found.append(_idle("idle, under Ray", pids))
+    return found
+
+
+def _idle(name: str, pids: Mapping[str, int]) -> Record:
+    time.sleep(QUIET_S)
+    before = {pid: cpu_seconds([pid]) for pid in pids.values()}
+    time.sleep(IDLE_S)
+    record = Record(name, 0, {})
+    for what, pid in pids.items():
+        percent, is_ours = 100 * (cpu_seconds([pid]) - before[pid]) / IDLE_S, "Ray's" not in what
+        record.figure(f"{what}: processor", [percent], "percent", targets.IDLE_CPU if is_ours else None)
+        record.figure(f"{what}: memory", [float(private_bytes(pid))], "bytes", targets.IDLE_MEMORY if is_ours else None)
+    return record

@@ -333,6 +333,7 @@ class ClusterMembership(Protocol):
 
 log = logging.getLogger("memstore")
 DIAL_S = 0.2  # how often announced holders without a session are dialled
+QUIET_S, QUIET_DIAL_S = 30.0, 1.0  # how often after so long without news: looking was half of what idle costs
 CONNECT_S = 3.0
 TICK_S = 0.1
 READ_S = 0.05  # for so long messages are handled before more are read
@@ -457,13 +458,16 @@ class Controller:
     # -- sessions -----------------------------------------------------------------------------
 
     def _dial_loop(self) -> None:
-        """Dial every announced holder that has no session."""
-        while not self.stopping.wait(DIAL_S):
+        """Dial every announced holder that has no session; look more rarely once nothing was new for long."""
+        before, news_s = dict[str, dict[str, Any]](), time.monotonic()
+        while not self.stopping.wait(DIAL_S if time.monotonic() - news_s < QUIET_S else QUIET_DIAL_S):
             try:
                 announced = self.membership.hosts()
             except MemstoreError as exc:
                 log.warning("cannot read the membership: %s", exc)
                 continue
+            if announced != before or not announced.keys() <= self.sessions.keys():
+                before, news_s = announced, time.monotonic()
             for host, record in announced.items():
                 # In this order: a session is entered before its dial is over.
                 is_dialling, session = host in self.dialling, self.sessions.get(host)
