@@ -345,8 +345,8 @@ def collect_rarely() -> None:
     """For a process that is a controller: its records make no cycles, and looking for some is a third of a large step.
 
     What does make cycles, an exception here and there, waits for the collector until a million objects were made.
-    Threads change rarely too: every reader that has a heartbeat waits for the interpreter, and wakes this often to ask
-    for it. At the usual 5 ms thousands of them do nothing else.
+    Threads change rarely too: those that dial thousands of holders at a start wait for the interpreter, and each wakes
+    this often to ask for it. At the usual 5 ms they would do nothing else.
     """
     gc.set_threshold(*COLLECT_EVERY)
     sys.setswitchinterval(SWITCH_S)

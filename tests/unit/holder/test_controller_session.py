@@ -49,6 +49,7 @@ from memstore.core.wire.reports import (
     decode_holder_message,
 )
 from memstore.errors import CapacityError, DigestMismatch, PeerTimeout, PeerUnreachable, TransportError
+from memstore.shell import controller as controller_module
 from memstore.shell.arena import journal_file as journal_module
 from memstore.shell.arena.slot_headers import SLOTS_NAME
 from memstore.shell.controller import TICK_S, Controller, Session, SessionEnded, SessionLoop
@@ -588,6 +589,25 @@ def test_a_beat_that_waits_behind_a_long_event_is_received_before_the_next_tick(
         go.set()
         controller.close()
         far.close()
+
+
+def test_a_controller_without_news_for_long_still_finds_a_new_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks more rarely then, not never."""
+    monkeypatch.setattr(controller_module, "QUIET_S", 0.0)
+    monkeypatch.setattr(controller_module, "QUIET_DIAL_S", 0.01)
+    monkeypatch.setattr(controller_module, "DIAL_S", 100 * WAIT_S)
+    membership = DirectoryMembership(tmp_path)
+    controller = Controller(Config(store="quiet"), membership, secret=b"s" * 32, settle_s=0.0)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as late:
+            late.settimeout(WAIT_S)
+            address, port = late.getsockname()
+            membership.announce("late", {"address": address, "port": port, "incarnation": 1})
+            late.accept()[0].close()
+    finally:
+        controller.close()
 
 
 def test_what_was_decided_before_an_inventory_is_no_order_for_its_session(tmp_path: Path) -> None:
