@@ -148,14 +148,6 @@ def _wait(is_done: Callable[[], bool], what: str) -> None:
 QUIET_S, IDLE_S = 40.0, 60.0  # a controller looks for new hosts more rarely after half a minute
 
 
-class Nothing:
-    """An actor that does nothing."""
-
-    def pid(self) -> int:
-        """Return its process."""
-        return os.getpid()
-
-
 def run_idle(options: Options) -> list[Record]:
     """Return the processor time and the memory of each process, of one stretch."""
     with rig.two_hosts(options, replicas=2) as cluster:
@@ -163,6 +155,11 @@ def run_idle(options: Options) -> list[Record]:
         holder, controller = rig.pids_of(cluster)[1:]
         found = [_idle("idle", {"a holder": holder, "the controller": controller})]
     if options.with_ray:
+
+        class Nothing:  # here, so that its process imports no module for it
+            def pid(self) -> int:
+                return os.getpid()
+
         with EmbeddedCluster({host: {"rack": host, "memstore": "replica"} for host in (rig.NEAR, rig.FAR)}) as hosts:
             actor = ray.remote(num_cpus=0)(Nothing).remote()
             name = controller_name(hosts.config.store)

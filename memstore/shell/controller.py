@@ -336,7 +336,7 @@ DIAL_S = 0.2  # how often announced holders without a session are dialled
 QUIET_S, QUIET_DIAL_S = 30.0, 1.0  # how often after so long without news: looking was half of what idle costs
 CONNECT_S = 3.0
 TICK_S = 0.1
-READ_S = 0.05  # for so long messages are handled before more are read
+READ_S = 0.05  # after so long the sockets are read again, however many events wait
 COLLECT_EVERY = (50_000, 20, 20)
 SWITCH_S = 0.05
 
@@ -507,7 +507,11 @@ class Controller:
     # -- the machine's thread -------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Read what came and handle it in order, and a tick every TICK_S behind what was read before it."""
+        """Read what came and handle it in order, and a tick every TICK_S behind what was read before it.
+
+        No host is silent because this thread was busy, or the process stopped: after an event that took long all
+        sockets are read before the next one, which may be a tick.
+        """
         while not self.stopping.is_set():
             self.loop.turn(0.0 if self.events else max(0.0, self._tick_at_s - time.monotonic()))
             read_s = time.monotonic()
@@ -537,7 +541,6 @@ class Controller:
             self._begin(taken)
         elif isinstance(taken, Tick):
             self._tick_at_s = time.monotonic() + TICK_S
-            self.loop.turn(0.0)  # a host is not silent because this thread was busy, or the process stopped
             self._handle(Tick(self._beats_taken()))
 
     def _begin(self, session: Session) -> None:

@@ -223,6 +223,7 @@ def test_a_controllers_loop_reads_and_writes_over_tls(
         for sock in (near._sock, holder._sock):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         loop.add(session)
+        wait_for(lambda: loop.turn(0.01) or len(given) >= FRAMES_A_TURN + 5, "what TLS has read", 20.0)
         said = aside(lambda: [holder.send(Kind.EVENT, 0, r, deadline_s=20) for r in reports[FRAMES_A_TURN + 5 :]])
         for order in orders:
             loop.send(session, encode_frame(Kind.EVENT, order))

@@ -558,7 +558,12 @@ def test_a_beat_that_waits_behind_a_long_event_is_received_before_the_next_tick(
     controller = Controller(config, DirectoryMembership(tmp_path), secret=b"s" * 32, settle_s=0.0)
     near, far = socket.socketpair()
     session = Session("a", 1, Channel(near))
-    begun, go, seen = threading.Event(), threading.Event(), list[str]()
+
+    def pass_time(what: str) -> None:
+        until_s = time.monotonic() + 2 * TICK_S
+        wait_for(lambda: time.monotonic() > until_s, what)
+
+    pauses, seen = {"first": Pause(), "second": Pause()}, list[str]()
     try:
         controller.tell(session)
         controller.tell((session, inventory(1)))
@@ -566,27 +571,30 @@ def test_a_beat_that_waits_behind_a_long_event_is_received_before_the_next_tick(
         state, handle = controller.machine.hosts.states["a"], controller.machine.handle
 
         def watched(now: float, event: Event) -> list[Action]:
-            if isinstance(event, Received):
-                begun.set()
-                assert go.wait(WAIT_S)
+            if isinstance(event, Received) and isinstance(event.message, RankArrived):
+                pauses[event.message.nonce]()
             actions = handle(now, event)
             if isinstance(event, Tick):
                 seen.append(state.status)
             return actions
 
         controller.machine.handle = watched  # type: ignore[method-assign]
-        controller.tell((session, RankArrived(nonce="n")))
-        assert begun.wait(WAIT_S)
+        controller.tell((session, RankArrived(nonce="first")))
+        assert pauses["first"].at.wait(WAIT_S)
+        far.sendall(encode_frame(Kind.EVENT, RankArrived(nonce="second")))
+        pass_time("a tick to be due, behind the second event")
+        pauses["first"].go.set()
+        assert pauses["second"].at.wait(WAIT_S)
         state.beat_at_s -= 100.0  # the last beat was long ago
         far.sendall(encode_frame(Kind.EVENT, Heartbeat(stats=host_stats(), trained={}, clock_s=None)))
-        due_s = time.monotonic() + 2 * TICK_S
-        wait_for(lambda: time.monotonic() > due_s, "a tick to be due")
+        pass_time("the second event to have taken long")
         seen.clear()
-        go.set()
+        pauses["second"].go.set()
         wait_for(lambda: len(seen) >= 3, "ticks")
         assert set(seen) == {"live"}
     finally:
-        go.set()
+        for pause in pauses.values():
+            pause.go.set()
         controller.close()
         far.close()
 
