@@ -145,41 +145,44 @@ def _wait(is_done: Callable[[], bool], what: str) -> None:
 # that is what a process of Ray's costs before our code begins.
 
 
+BARE = "an actor of Ray's that does nothing"
 QUIET_S, IDLE_S = 40.0, 60.0  # a controller looks for new hosts more rarely after half a minute
 
 
 def run_idle(options: Options) -> list[Record]:
-    """Return the processor time and the memory of each process, of one stretch."""
+    """Return a record for each process: its processor time in one stretch, and its memory then."""
     with rig.two_hosts(options, replicas=2) as cluster:
         require(cluster.controller is not None, "a controller")
-        holder, controller = rig.pids_of(cluster)[1:]
-        found = [_idle("idle", {"a holder": holder, "the controller": controller})]
-    if options.with_ray:
+        holder, _, controller = rig.pids_of(cluster)
+        found = _idle({"a holder": holder, "the controller": controller})
+    if not options.with_ray:
+        return found
 
-        class Nothing:  # here, so that its process imports no module for it
-            def pid(self) -> int:
-                return os.getpid()
+    class Nothing:  # here, so that its process imports no module for it
+        def pid(self) -> int:
+            return os.getpid()
 
-        with EmbeddedCluster({host: {"rack": host, "memstore": "replica"} for host in (rig.NEAR, rig.FAR)}) as hosts:
-            actor = ray.remote(num_cpus=0)(Nothing).remote()
-            name = controller_name(hosts.config.store)
-            about = ray.get(ray.get_actor(name, namespace=NAMESPACE).describe.remote())
-            pids = {
-                "a holder": RayMembership(hosts.config.store).hosts()[rig.FAR]["pid"],
-                "the controller": about["pid"],
-                "an actor of Ray's that does nothing": ray.get(actor.pid.remote()),
-            }
-            found.append(_idle("idle, under Ray", pids))
-    return found
+    with EmbeddedCluster({host: {"rack": host, "memstore": "replica"} for host in (rig.NEAR, rig.FAR)}) as hosts:
+        actor = ray.remote(num_cpus=0)(Nothing).remote()
+        controller_actor = ray.get_actor(controller_name(hosts.config.store), namespace=NAMESPACE)
+        pids = {
+            "a holder under Ray": RayMembership(hosts.config.store).hosts()[rig.FAR]["pid"],
+            "the controller under Ray": ray.get(controller_actor.describe.remote())["pid"],
+            BARE: ray.get(actor.pid.remote()),
+        }
+        return found + _idle(pids)
 
 
-def _idle(name: str, pids: Mapping[str, int]) -> Record:
+def _idle(pids: Mapping[str, int]) -> list[Record]:
     time.sleep(QUIET_S)
-    before = {pid: cpu_seconds([pid]) for pid in pids.values()}
+    before_s = {pid: cpu_seconds([pid]) for pid in pids.values()}
     time.sleep(IDLE_S)
-    record = Record(name, 0, {})
-    for what, pid in pids.items():
-        percent, is_ours = 100 * (cpu_seconds([pid]) - before[pid]) / IDLE_S, "Ray's" not in what
-        record.figure(f"{what}: processor", [percent], "percent", targets.IDLE_CPU if is_ours else None)
-        record.figure(f"{what}: memory", [float(private_bytes(pid))], "bytes", targets.IDLE_MEMORY if is_ours else None)
-    return record
+    percent = {pid: 100 * (cpu_seconds([pid]) - before_s[pid]) / IDLE_S for pid in pids.values()}
+    found = []
+    for name, pid in pids.items():
+        record = Record(name, 0, {})
+        cpu, memory = (None, None) if name == BARE else (targets.IDLE_CPU, targets.IDLE_MEMORY)
+        record.figure("processor, idle", [percent[pid]], "percent", cpu)
+        record.figure("memory of its own, idle", [float(private_bytes(pid))], "bytes", memory)
+        found.append(record)
+    return found
