@@ -1,6 +1,6 @@
 """One connected stream socket as a sequence of frames, with a deadline on every wait. No policy, no threads.
 
-Sockets are non-blocking and every wait is a poll with the rest of the caller's time: a socket timeout would be
+Sockets are non-blocking; every wait is a poll with the rest of the caller's time, or its own: a socket timeout would be
 shared by the sending and the receiving thread. A failure in the middle of a frame ends the channel, because the next
 header could not be found again; a timeout between frames leaves it usable.
 """
