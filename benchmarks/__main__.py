@@ -36,6 +36,7 @@ BENCHMARKS = {
     "wire": bench_wire.run,
     "natural": bench_wire.run_natural,
     "memory": bench_memory.run,
+    "idle": bench_memory.run_idle,
     "parity": bench_parity.run,
     "loader": bench_processors.run_loader,
     "catalog": bench_controller.run_catalog,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from memstore.core.forecast.policies import MEMSTORE_DETECTS_S, STANDBY_S
+from memstore.core.forecast import MEMSTORE_DETECTS_S, STANDBY_S
 
 DAY_S = 86_400.0
 NOT_IN_SERVICE = {"Stress Test Failure", "Test", "Change", "Training Task Troubleshooting"}  # classes of the trace

@@ -3,8 +3,8 @@
 A real controller (`controller_rig.py`) with 2,048 hosts of 8 ranks, 2 copies: all hosts join, all ranks connect and
 ask for room, a step is committed after another one, a host is suspected for a moment, it is lost and comes back, so is
 a rack host by host, all ranks connect again (a fence and an inventory of every host), and a successor starts from what
-the hosts have. Counted from the event that brings it about until every answer was taken and every byte was read at the
-far end; processor time is of all the controller's threads.
+the hosts have; in a fleet whose hosts all beat a rack is lost again. Counted from the event that brings it about until
+every answer was taken and every byte was read at the far end; processor time is of all the controller's threads.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import random
 import sys
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from memstore.testing.requests import request_of
 HOSTS = 2048
 RACK = 32
 APART_S = 0.05  # between two hosts of a rack
+BEATS_S = 10.0  # nothing but beats
 
 
 def run(options: Options) -> list[Record]:
@@ -45,11 +47,14 @@ def measure(hosts_count: int) -> Record:
     before, switch_s = gc.get_threshold(), sys.getswitchinterval()
     collect_rarely()  # as a controller's process does
     try:
-        costs = episodes(hosts_count)
+        costs, beating = episodes(hosts_count), all_beat(hosts_count)
     finally:
         gc.set_threshold(*before)
         sys.setswitchinterval(switch_s)
-    return record(hosts_count, costs)
+    found = record(hosts_count, costs)
+    for what, (value, unit) in beating.items():
+        found.figure(what, [value], unit)
+    return found
 
 
 def record(hosts_count: int, costs: dict[str, Cost]) -> Record:
@@ -88,6 +93,25 @@ def episodes(hosts_count: int) -> dict[str, Cost]:
         if rig.controller.machine.jobs[JOB].newest_commit(1) != 2:
             raise RuntimeError("the successor does not know the newest commit; no number is reported")
     return costs
+
+
+def all_beat(hosts_count: int) -> dict[str, tuple[float, str]]:
+    """Return what a fleet costs whose hosts all beat: (value, unit) by figure."""
+    fleet = Fleet(hosts_count)
+    with Rig(fleet, term=1, is_beating=True) as rig:
+        rig.cost(rig.start)
+        rig.cost(lambda: connect(rig))
+        used_s = time.process_time()
+        time.sleep(BEATS_S)
+        used_s = time.process_time() - used_s
+        rack = fleet.names[hosts_count // 2 :][: min(RACK, hosts_count // 4)]
+        lost = rig.cost(lambda: in_turn(lose, rig, rack))
+        return {
+            "all hosts beat: core seconds a second": (used_s / BEATS_S, "s"),
+            "and a rack is lost host by host: core seconds": (lost.cpu_s, "s"),
+            "hosts that seemed silent meanwhile": (float(len(rig.doubted)), "count"),
+            "threads of the controller and the rig": (float(threading.active_count()), "count"),
+        }
 
 
 def nonce(launch: int, rank: int) -> str:
@@ -141,7 +165,7 @@ def suspect(rig: Rig, name: str) -> None:
 
 def lose(rig: Rig, name: str) -> None:
     """A host's connection ends."""
-    rig.controller.events.put((rig.sessions[name], SessionEnded("reset by peer")))
+    rig.controller.tell((rig.sessions[name], SessionEnded("reset by peer")))
 
 
 def in_turn(what: Callable[[Rig, str], None], rig: Rig, names: list[str]) -> None:
@@ -156,8 +180,7 @@ def come_back(rig: Rig, name: str) -> None:
     host = rig.fleet.hosts[name]
     host.incarnation += 1
     rig.sessions[name].incarnation = host.incarnation
-    with rig.controller.lock:
-        rig.controller.sessions[name] = rig.sessions[name]
+    rig.controller.sessions[name] = rig.sessions[name]
     rig.notify([(name, rig.fleet.up(host))])
 
 

@@ -11,17 +11,21 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import ray
 
 from benchmarks.report import targets
 from benchmarks.report.harness import MIB, Options, Record, Took, require
 from benchmarks.rigs import gpt_tensors, rig
-from benchmarks.rigs.stopwatch import anonymous_bytes
+from benchmarks.rigs.stopwatch import anonymous_bytes, cpu_seconds, private_bytes
 from memstore.client.connect import connect
 from memstore.core.wire.calls import AskStatus
 from memstore.errors import MemstoreError
+from memstore.shell.on_ray.actors import NAMESPACE, RayMembership, controller_name
+from memstore.testing.clusters.embedded import EmbeddedCluster
 from memstore.testing.clusters.processes import ProcessCluster
 
 STATE_BYTES = 64 * MIB
@@ -132,3 +136,53 @@ def _wait(is_done: Callable[[], bool], what: str) -> None:
         if time.monotonic() > limit_s:
             raise MemstoreError(f"waited {REPAIR_S:g} s for {what}")
         time.sleep(0.05)
+
+
+# -- idle ---------------------------------------------------------------------------------------------
+# What do a holder and a controller cost that have nothing to do?
+#
+# A store of two hosts without a job, as plain processes and under Ray. Beside Ray's actors one without a line of ours:
+# that is what a process of Ray's costs before our code begins.
+
+
+BARE = "an actor of Ray's that does nothing"
+QUIET_S, IDLE_S = 40.0, 60.0  # a controller looks for new hosts more rarely after half a minute
+
+
+def run_idle(options: Options) -> list[Record]:
+    """Return a record for each process: its processor time in one stretch, and its memory then."""
+    with rig.two_hosts(options, replicas=2) as cluster:
+        require(cluster.controller is not None, "a controller")
+        holder, _, controller = rig.pids_of(cluster)
+        found = _idle({"a holder": holder, "the controller": controller})
+    if not options.with_ray:
+        return found
+
+    class Nothing:  # here, so that its process imports no module for it
+        def pid(self) -> int:
+            return os.getpid()
+
+    with EmbeddedCluster({host: {"rack": host, "memstore": "replica"} for host in (rig.NEAR, rig.FAR)}) as hosts:
+        actor = ray.remote(num_cpus=0)(Nothing).remote()
+        controller_actor = ray.get_actor(controller_name(hosts.config.store), namespace=NAMESPACE)
+        pids = {
+            "a holder under Ray": RayMembership(hosts.config.store).hosts()[rig.FAR]["pid"],
+            "the controller under Ray": ray.get(controller_actor.describe.remote())["pid"],
+            BARE: ray.get(actor.pid.remote()),
+        }
+        return found + _idle(pids)
+
+
+def _idle(pids: Mapping[str, int]) -> list[Record]:
+    time.sleep(QUIET_S)
+    before_s = {pid: cpu_seconds([pid]) for pid in pids.values()}
+    time.sleep(IDLE_S)
+    percent = {pid: 100 * (cpu_seconds([pid]) - before_s[pid]) / IDLE_S for pid in pids.values()}
+    found = []
+    for name, pid in pids.items():
+        record = Record(name, 0, {})
+        cpu, memory = (None, None) if name == BARE else (targets.IDLE_CPU, targets.IDLE_MEMORY)
+        record.figure("processor, idle", [percent[pid]], "percent", cpu)
+        record.figure("memory of its own, idle", [float(private_bytes(pid))], "bytes", memory)
+        found.append(record)
+    return found

@@ -78,6 +78,8 @@ WIRE_NATURAL = _at_most(
     "wire",
 )
 MEMORY = _at_most(1.05, "memory", "memory used / versions reserved (R10), peak", "scale")
+IDLE_CPU = _at_most(1, "idle cpu", "idle: percent of a core", "scale")
+IDLE_MEMORY = _at_most(80e6, "idle memory", "idle: memory of its own, without the arena", "scale")
 COPIES_MEMORY = _at_most(4.01, "copies memory", "memory of the worst host, peak / bytes put: two copies", "parity")
 PARITY_MEMORY = _at_most(2.55, "parity memory", "the same, parity of 4 + 1 hosts", "parity")
 PARITY_WIDE_MEMORY = _at_most(2.30, "parity wide memory", "the same, parity of 8 + 1 hosts", "parity")

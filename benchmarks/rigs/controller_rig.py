@@ -1,4 +1,4 @@
-"""A real controller among thousands of hosts: its threads, its queues, its packing and its sockets.
+"""A real controller among thousands of hosts: its loop, its queues, its packing and its sockets.
 
 No process behind them.
 
@@ -210,10 +210,8 @@ class Rig:
         self.sessions: dict[str, Session] = {}
         for name, (near, far) in zip(fleet.hosts, pairs, strict=True):
             far.close()
-            session = self.sessions[name] = Session(name, 1, Channel(near), self.controller._received)
-            with self.controller.lock:
-                self.controller.sessions[name] = session
-            session.start()
+            session = self.sessions[name] = Session(name, 1, Channel(near))
+            self.controller.tell(session)
 
     def __enter__(self) -> Rig:
         return self
@@ -237,7 +235,7 @@ class Rig:
     def receive(self, host: str, data: bytes) -> None:
         """A holder's packed message arrives."""
         self.received_bytes += len(data)
-        self.controller.events.put((self.sessions[host], decode_holder_message(data)))
+        self.controller.tell((self.sessions[host], decode_holder_message(data)))
 
     def notify(self, messages: Iterable[tuple[str, HolderMessage]]) -> None:
         """Holders send these; the making and packing of them is not the controller's work."""
@@ -253,7 +251,7 @@ class Rig:
         self.notify((host.name, fleet.up(host)) for host in fleet.hosts.values())
         self.settle()
         machine.state.rules = replace(machine.state.rules, settle_s=0.0, outlast_s=0.0)
-        self.controller.events.put(LeaseRenewed(time.monotonic() + SILENCE_S))
+        self.controller.tell(LeaseRenewed(time.monotonic() + SILENCE_S))
         while not self.controller.is_serving():
             self.settle()
 
@@ -298,7 +296,7 @@ class Rig:
             self._answer(orders)
             sent = self.sent_bytes
             time.sleep(0.01)
-            waits = bool(orders) or sent != self.sent_bytes or any(s.outbox.qsize() for s in self.sessions.values())
+            waits = bool(orders) or sent != self.sent_bytes or any(s.outbox for s in self.sessions.values())
             if waits:
                 still_s = time.monotonic()
             elif time.monotonic() - still_s > QUIET_S:
@@ -318,7 +316,7 @@ class Rig:
     def _wake(self, until_s: float) -> None:
         """Wait until all events so far were taken."""
         event = threading.Event()
-        self.controller.events.put(event)  # type: ignore[arg-type]
+        self.controller.tell(event)  # type: ignore[arg-type]
         if not event.wait(until_s - time.monotonic()):
             raise TimeoutError(f"the catalog was not done within {DEADLINE_S:g} s")
 

@@ -59,6 +59,18 @@ def anonymous_bytes(pid: int) -> int:
     raise RuntimeError(f"/proc/{pid}/status has no RssAnon: Linux 4.5 or later is needed")
 
 
+def private_bytes(pid: int) -> int:
+    """Return the memory that a process shares with no other (its USS), without files in /dev/shm such as its arena."""
+    found, is_arena = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text(encoding="ascii", errors="replace").splitlines():
+        key, *values = line.split()
+        if key in ("Private_Clean:", "Private_Dirty:"):
+            found += 0 if is_arena else int(values[0]) * 1024
+        elif not key.endswith(":"):  # the next mapping
+            is_arena = "/dev/shm/" in line
+    return found
+
+
 # -- stopwatch ----------------------------------------------------------------------------------------
 
 

@@ -7,12 +7,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
 import math
 import os
 import queue
+import socket
 import sys
 import threading
 import time
@@ -20,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from enum import Enum
+from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 from typing import Any, Protocol
 
 from msgspec import structs
@@ -52,8 +54,8 @@ from memstore.core.wire.orders import CallAnswered
 from memstore.core.wire.replies import Status
 from memstore.core.wire.reports import Heartbeat, HolderMessage, HostInventory, Outranked, decode_holder_message
 from memstore.core.wire.status_rows import EventRow
-from memstore.errors import MemstoreError, ProtocolError, TransportError
-from memstore.shell.net.channel import Channel
+from memstore.errors import MemstoreError, ProtocolError
+from memstore.shell.net.channel import REST_OF_FRAME_S, Channel, Frame
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.tls import Tls
 
@@ -131,11 +133,13 @@ class EventLog:
             logging.getLogger("memstore").warning("an event could not be written or counted: %r", exc)
 
 
-# -- holder session -----------------------------------------------------------------------------------
-# A controller's session with one holder: its queue, and the threads that read and write (R16, R28).
+# -- holder sessions ----------------------------------------------------------------------------------
+# A controller's sessions with all holders: one thread reads what came and sends what sockets take (R16, R28).
 
 
-SEND_S = 10.0
+SEND_S = 10.0  # an order that its holder does not take for this long, though it is the next, ends the session
+FRAMES_A_TURN = 100  # of one session, before others are read
+LATE_LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -146,72 +150,159 @@ class SessionEnded:
 
 
 class Session:
-    """One holder's connection: a reader thread and a writer thread."""
+    """One holder's connection; only the thread of its loop uses it."""
 
-    def __init__(
-        self,
-        host_id: str,
-        incarnation: int,
-        channel: Channel,
-        on_message: Callable[[Session, HolderMessage | SessionEnded], None],
-        *,
-        asked_s: float = -math.inf,
-    ) -> None:
+    def __init__(self, host_id: str, incarnation: int, channel: Channel, *, asked_s: float = -math.inf) -> None:
         self.host_id, self.channel = host_id, channel
         self.announced = self.incarnation = incarnation  # replaced by the holder's own report, which is newer
         self.asked_s = asked_s  # when it was asked for, monotonic (R17)
-        self.outbox: queue.Queue[bytes | None] = queue.Queue()  # packed: what goes to many is in all of them once
-        self._on_message = on_message
-        self.why = ""
         self.is_up = False  # its inventory was taken: earlier decisions are no orders for it
+        self.outbox: deque[memoryview] = deque()  # packed: what goes to many is in all of them once
+        self.why = ""  # nothing more can be sent
+        self.frames = channel.frames()
+        self.pages: list[bytes] = []  # of the journal
+        self.send_by_s = self.receive_by_s = math.inf  # the next order; the rest of a report that has begun
 
-    def start(self) -> None:
-        """Begin to read and write, once the controller knows the session."""
-        host_id = self.host_id
-        threading.Thread(target=self._read, name=f"memstore-read-{host_id}", daemon=True).start()
-        threading.Thread(target=self._write, name=f"memstore-write-{host_id}", daemon=True).start()
 
-    def _read(self) -> None:
-        pages: list[bytes] = []  # of the journal
+class SessionLoop:
+    """Waits for all sessions at once. Other threads may only `wake` the one that uses it."""
+
+    def __init__(self, on_message: Callable[[Session, HolderMessage | SessionEnded], None]) -> None:
+        self._on_message = on_message
+        self._open: set[Session] = set()
+        self._unread: dict[Session, None] = {}  # there may be more, in TLS too, of which no socket tells
+        self._unsent: dict[Session, None] = {}  # until the next flush
+        self._look_at_s = 0.0
+        self._selector = DefaultSelector()
+        self._is_woken = False
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        self._selector.register(self._woken, EVENT_READ)
+
+    def wake(self) -> None:
+        """End the wait of the turn that is under way, or of the next one."""
+        if not self._is_woken:
+            self._is_woken = True
+            with contextlib.suppress(OSError):  # closed
+                self._waker.send(b"w")
+
+    def add(self, session: Session) -> None:
+        """Begin to read a session."""
+        self._selector.register(session.channel, EVENT_READ, session)
+        self._open.add(session)
+        self._unread[session] = None
+
+    def drop(self, session: Session) -> None:
+        """Close a session without a word; it may be closed already."""
+        if session in self._open:
+            self._open.remove(session)
+            self._unread.pop(session, None)
+            self._selector.unregister(session.channel)
+            session.outbox.clear()
+        session.channel.close()
+
+    def end(self, session: Session, why: str) -> None:
+        """Close a session and say why, once."""
+        if session in self._open:
+            self.drop(session)
+            self._on_message(session, SessionEnded(why))
+
+    def send(self, session: Session, frame: bytes) -> None:
+        """Queue a frame for the next flush, or behind those that wait for the socket."""
+        if session in self._open:
+            if not session.outbox:
+                self._unsent[session] = None
+            session.outbox.append(memoryview(frame))
+
+    def flush(self) -> None:
+        """Send what was queued, as far as sockets take it now; turns send the rest."""
+        unsent, self._unsent = self._unsent, {}
+        for session in unsent:
+            if session.outbox:
+                self._write(session)
+
+    def turn(self, timeout_s: float) -> None:
+        """Wait at most so long until sockets are ready, then read what came and send what waits."""
+        for key, ready in self._selector.select(0.0 if self._unread else timeout_s):
+            if key.data is None:
+                self._woken.recv(64)
+                self._is_woken = False
+                continue
+            if ready & EVENT_WRITE:
+                self._write(key.data)
+            if ready & EVENT_READ:
+                self._unread[key.data] = None
+        unread, self._unread = self._unread, {}
+        for session in unread:
+            self._read(session)
+        now = time.monotonic()
+        if now >= self._look_at_s:
+            self._look_at_s = now + LATE_LOOK_S
+            for session in [s for s in self._open if now > min(s.send_by_s, s.receive_by_s)]:
+                late = f"take an order within {SEND_S:g} s"
+                if now <= session.send_by_s:
+                    late = f"send the rest of a report within {REST_OF_FRAME_S:g} s"
+                self.end(session, f"host {session.host_id} at {session.channel.peer} did not {late}")
+
+    def close(self) -> None:
+        """Close all sessions."""
+        for session in list(self._open):
+            self.drop(session)
+        self._selector.close()
+        self._woken.close()
+        self._waker.close()
+
+    def _write(self, session: Session) -> None:
+        """Send as much of the outbox as the socket takes, and be told when it takes more."""
+        before, waited = len(session.outbox), session.send_by_s < math.inf
         try:
-            while True:
-                message = decode_holder_message(self.channel.recv(timeout_s=None).data)
-                if isinstance(message, HostInventory):
-                    pages += message.journal
-                    if message.has_more:
-                        continue
-                    message = structs.replace(message, journal=tuple(pages))
-                self._on_message(self, message)
-        except MemstoreError as exc:
-            self.why = str(exc)
+            session.channel.send_ready(session.outbox, "send orders")
+        except MemstoreError as exc:  # what the holder has said before it ended is still read
+            session.why = session.why or str(exc)
+            session.outbox.clear()
+        if not session.outbox:
+            session.send_by_s = math.inf
+        elif len(session.outbox) < before or not waited:
+            session.send_by_s = time.monotonic() + SEND_S
+        if waited != bool(session.outbox):
+            self._selector.modify(session.channel, EVENT_READ | (0 if waited else EVENT_WRITE), session)
+
+    def _read(self, session: Session) -> None:
+        """Take the reports that came; end the session if it is over."""
+        try:
+            for count, step in enumerate(session.frames, start=1):
+                if not isinstance(step, Frame):
+                    if not step:
+                        session.receive_by_s = math.inf
+                    elif session.receive_by_s == math.inf:
+                        session.receive_by_s = time.monotonic() + REST_OF_FRAME_S
+                    return
+                session.receive_by_s = math.inf
+                self._take(session, decode_holder_message(step.data))
+                if count == FRAMES_A_TURN:
+                    self._unread[session] = None
+                    return
+        except Exception as exc:
             if isinstance(exc, ProtocolError):
                 log.warning(
                     "the session of host %s at %s ended by a message that is none (%s): %s",
-                    self.host_id,
-                    self.channel.peer,
+                    session.host_id,
+                    session.channel.peer,
                     type(exc).__name__,
                     exc,
                 )
-        finally:
-            self.close()
-            self._on_message(self, SessionEnded(self.why))
+            elif not isinstance(exc, MemstoreError):
+                log.exception("the session of host %s ends after what could not be read", session.host_id)
+            self.end(session, session.why or str(exc))
 
-    def _write(self) -> None:
-        while True:
-            frame = self.outbox.get()
-            if frame is None:
+    def _take(self, session: Session, message: HolderMessage) -> None:
+        if isinstance(message, HostInventory):
+            session.pages += message.journal
+            if message.has_more:
                 return
-            try:
-                self.channel.send_frame(frame, deadline_s=SEND_S)
-            except TransportError as exc:
-                self.why = str(exc)
-                self.channel.close()
-                return
-
-    def close(self) -> None:
-        """End both threads."""
-        self.channel.close()
-        self.outbox.put(None)
+            message, session.pages = structs.replace(message, journal=tuple(session.pages)), []
+        self._on_message(session, message)
 
 
 # -- membership ---------------------------------------------------------------------------------------
@@ -242,9 +333,10 @@ class ClusterMembership(Protocol):
 
 log = logging.getLogger("memstore")
 DIAL_S = 0.2  # how often announced holders without a session are dialled
+QUIET_S, QUIET_DIAL_S = 30.0, 1.0  # how often after so long without news: looking was half of what idle costs
 CONNECT_S = 3.0
 TICK_S = 0.1
-LATE_S = 0.5  # before a tick as late as this, no message could be received
+READ_S = 0.05  # after so long the sockets are read again, however many events wait
 COLLECT_EVERY = (50_000, 20, 20)
 SWITCH_S = 0.05
 
@@ -253,8 +345,8 @@ def collect_rarely() -> None:
     """For a process that is a controller: its records make no cycles, and looking for some is a third of a large step.
 
     What does make cycles, an exception here and there, waits for the collector until a million objects were made.
-    Threads change rarely too: every reader that has a heartbeat waits for the interpreter, and wakes this often to ask
-    for it. At the usual 5 ms thousands of them do nothing else.
+    Threads change rarely too: those that dial thousands of holders at a start wait for the interpreter, and each wakes
+    this often to ask for it. At the usual 5 ms they would do nothing else.
     """
     gc.set_threshold(*COLLECT_EVERY)
     sys.setswitchinterval(SWITCH_S)
@@ -268,16 +360,8 @@ class NewTerm:
     hosts: list[str]
 
 
-class Wake(Enum):
-    """Wakes the machine's thread for work of this process itself."""
-
-    TICK = "tick"
-    END = "end"
-
-
-TICK, WAKE = Wake.TICK, Wake.END
 FromSession = HolderMessage | SessionEnded
-FromInside = Wake | NewTerm | LeaseRenewed | DrainsSeen | Future[Status]
+FromInside = Tick | NewTerm | Session | LeaseRenewed | DrainsSeen | Future[Status]
 
 
 class Controller:
@@ -298,13 +382,13 @@ class Controller:
         self.tls = Tls.load(config)
         self.lease_s = config.lease_s
         self.stopping = threading.Event()
-        self.events: queue.Queue[tuple[Session, FromSession] | FromInside] = queue.Queue()
-        self.sessions: dict[str, Session] = {}
+        self.events: deque[tuple[Session, FromSession] | FromInside] = deque()
+        self.loop = SessionLoop(self._received)
+        self.sessions: dict[str, Session] = {}  # changed by the machine's thread only
         self.dialling: set[str] = set()
-        self.lock = threading.Lock()
         self._stale_term = 0  # a term some holder obeys that is above ours
         self._is_stale = threading.Event()
-        self._has_tick = False  # one waits among the events
+        self._tick_at_s = time.monotonic()  # infinite while a tick waits among the events
         # Heartbeats wait for no event: every tick takes all that were read by then.
         self._beats: deque[tuple[Session, Heartbeat]] = deque()
         self.event_log = EventLog()
@@ -342,11 +426,7 @@ class Controller:
         """Stop; holders keep everything."""
         self.stopping.set()
         self._is_stale.set()
-        self.events.put(WAKE)
-        with self.lock:
-            sessions = list(self.sessions.values())
-        for session in sessions:
-            session.close()
+        self.loop.wake()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=5.0)
@@ -354,8 +434,7 @@ class Controller:
 
     def connected(self) -> list[str]:
         """Return the hosts with a session now."""
-        with self.lock:
-            return sorted(self.sessions)
+        return sorted(self.sessions)
 
     def is_serving(self) -> bool:
         """Return whether by now the machine has settled."""
@@ -363,30 +442,38 @@ class Controller:
 
     def drains_seen(self, until_s: dict[str, float]) -> None:
         """Take the cluster manager's notices: hosts that it will take away, each with its time (wall clock)."""
-        self.events.put(DrainsSeen(until_s))
+        self.tell(DrainsSeen(until_s))
 
     def status_soon(self) -> Future[Status]:
         """Return what `memstore status` shows, made on the machine's thread; for metrics."""
         future: Future[Status] = Future()
-        self.events.put(future)
+        self.tell(future)
         return future
+
+    def tell(self, event: tuple[Session, FromSession] | FromInside) -> None:
+        """Let the machine's thread take something; any thread may call it."""
+        self.events.append(event)
+        self.loop.wake()
 
     # -- sessions -----------------------------------------------------------------------------
 
     def _dial_loop(self) -> None:
-        """Dial every announced holder that has no session."""
-        while not self.stopping.wait(DIAL_S):
+        """Dial every announced holder that has no session; look more rarely once nothing was new for long."""
+        before, news_s = dict[str, dict[str, Any]](), time.monotonic()
+        while not self.stopping.wait(DIAL_S if time.monotonic() - news_s < QUIET_S else QUIET_DIAL_S):
             try:
                 announced = self.membership.hosts()
             except MemstoreError as exc:
                 log.warning("cannot read the membership: %s", exc)
                 continue
+            if announced != before or not announced.keys() <= self.sessions.keys():
+                before, news_s = announced, time.monotonic()
             for host, record in announced.items():
-                with self.lock:
-                    session = self.sessions.get(host)
-                    if host in self.dialling or (session is not None and session.announced == record["incarnation"]):
-                        continue
-                    self.dialling.add(host)
+                # In this order: a session is entered before its dial is over.
+                is_dialling, session = host in self.dialling, self.sessions.get(host)
+                if is_dialling or (session is not None and session.announced == record["incarnation"]):
+                    continue
+                self.dialling.add(host)
                 threading.Thread(target=self._dial, args=(host, record), daemon=True).start()
 
     def _dial(self, host: str, record: dict[str, Any]) -> None:
@@ -402,49 +489,45 @@ class Controller:
                 host=host,
                 tls=self.tls,
             )
-            session = Session(host, int(record["incarnation"]), channel, self._received, asked_s=asked_s)
-            with self.lock:
-                old = self.sessions.get(host)
-                self.sessions[host] = session
-            if old is not None:
-                old.close()
-            session.start()
-        except MemstoreError as exc:
+            self.tell(Session(host, int(record["incarnation"]), channel, asked_s=asked_s))
+            if self.stopping.is_set():
+                channel.close()  # it may be too late for it to be taken
+        except BaseException as exc:
+            self.dialling.discard(host)
+            if not isinstance(exc, MemstoreError):
+                raise
             log.debug("dial %s: %s", host, exc)
-        finally:
-            with self.lock:
-                self.dialling.discard(host)
 
     def _received(self, session: Session, message: FromSession) -> None:
         if isinstance(message, Heartbeat):
             self._beats.append((session, message))
         else:
-            self.events.put((session, message))
+            self.events.append((session, message))
 
     # -- the machine's thread -------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Handle received messages in order, and a tick every TICK_S behind what was received before it.
+        """Read what came and handle it in order, and a tick every TICK_S behind what was read before it.
 
-        A host is not silent because this thread was busy, or the process stopped: after a long time the readers have a
-        tick's time to bring what waits in the sockets.
+        No host is silent because this thread was busy, or the process stopped: after an event that took long all
+        sockets are read before the next one, which may be a tick.
         """
-        next_tick_s, was_late = time.monotonic(), False
         while not self.stopping.is_set():
-            try:
-                taken = self.events.get(timeout=max(0.0, next_tick_s - time.monotonic()))
-                self._take(*taken) if isinstance(taken, tuple) else self._take_inside(taken)
-            except queue.Empty:
-                pass  # only the tick is due
-            except Exception:
-                log.exception("the controller goes on after an event it could not take")
-            late_s = time.monotonic() - next_tick_s
-            if late_s >= 0:
-                next_tick_s += late_s + TICK_S
-                was_late = late_s > LATE_S and not was_late
-                if not was_late and not self._has_tick:
-                    self._has_tick = True
-                    self.events.put(TICK)
+            self.loop.turn(0.0 if self.events else max(0.0, self._tick_at_s - time.monotonic()))
+            read_s = time.monotonic()
+            if read_s >= self._tick_at_s:
+                self._tick_at_s = math.inf
+                self.events.append(Tick())
+            while self.events and not self.stopping.is_set() and time.monotonic() - read_s < READ_S:
+                taken = self.events.popleft()
+                try:
+                    self._take(*taken) if isinstance(taken, tuple) else self._take_inside(taken)
+                except Exception:
+                    log.exception("the controller goes on after an event it could not take")
+        self.loop.close()
+        while self.events:
+            if isinstance(left := self.events.popleft(), Session):
+                left.channel.close()
 
     def _take_inside(self, taken: FromInside) -> None:
         """Take what this process tells itself."""
@@ -454,19 +537,27 @@ class Controller:
             self._begin_term(taken.term, taken.hosts)
         elif isinstance(taken, LeaseRenewed | DrainsSeen):
             self._handle(taken)
-        elif taken is TICK:
-            self._has_tick = False
+        elif isinstance(taken, Session):
+            self._begin(taken)
+        elif isinstance(taken, Tick):
+            self._tick_at_s = time.monotonic() + TICK_S
             self._handle(Tick(self._beats_taken()))
+
+    def _begin(self, session: Session) -> None:
+        """Replace a host's session by a new one."""
+        if (old := self.sessions.get(session.host_id)) is not None:
+            self.loop.drop(old)
+        self.sessions[session.host_id] = session
+        self.dialling.discard(session.host_id)
+        self.loop.add(session)
 
     def _take(self, session: Session, message: FromSession) -> None:
         """Take what a holder sent, unless its session was replaced."""
         host = session.host_id
-        with self.lock:
-            is_current = self.sessions.get(host) is session
-            if isinstance(message, SessionEnded) and is_current:
-                del self.sessions[host]
-        if not is_current:
+        if self.sessions.get(host) is not session:
             return
+        if isinstance(message, SessionEnded):
+            del self.sessions[host]
         if isinstance(message, Outranked):
             if message.term > self.term:
                 self._stale_term = message.term
@@ -480,11 +571,10 @@ class Controller:
     def _beats_taken(self) -> tuple[HostBeat, ...]:
         """Return the last heartbeat of every session that has one."""
         found: dict[str, Heartbeat] = {}
-        with self.lock:
-            for _ in range(len(self._beats)):
-                session, beat = self._beats.popleft()
-                if self.sessions.get(session.host_id) is session:
-                    found[session.host_id] = beat
+        while self._beats:
+            session, beat = self._beats.popleft()
+            if self.sessions.get(session.host_id) is session:
+                found[session.host_id] = beat
         return tuple(heartbeat_of(host, beat) for host, beat in found.items())
 
     def _handle(self, event: Event) -> None:
@@ -500,6 +590,7 @@ class Controller:
         frames: dict[int, bytes] = {}  # by identity of an order
         for action in actions:
             self._execute(action, frames)
+        self.loop.flush()
         self.event_log.take(self.machine.parts.recorder.recent_events)
         if isinstance(event, Tick | HostLost):  # nothing else ends a host, and seals come by the thousand
             self._close_dead()
@@ -508,8 +599,7 @@ class Controller:
         if isinstance(action, LogLine):
             log.log(logging.WARNING if action.level == "warning" else logging.INFO, "%s", action.text)
             return
-        with self.lock:
-            session = self.sessions.get(action.host_id)
+        session = self.sessions.get(action.host_id)
         if session is None or not session.is_up:
             return
         try:
@@ -517,29 +607,21 @@ class Controller:
                 key = id(action.order)  # the actions are there as long as the frames
                 if key not in frames:
                     frames[key] = encode_frame(Kind.EVENT, action.order)
-                session.outbox.put(frames[key])
+                self.loop.send(session, frames[key])
             else:
                 reply = encode(action.reply) if action.reply is not None else b""
                 answered = CallAnswered(id=action.call_id, reply=reply, error=action.error)
-                session.outbox.put(encode_frame(Kind.EVENT, answered))
+                self.loop.send(session, encode_frame(Kind.EVENT, answered))
         except ProtocolError as exc:  # the host would miss it for ever: it begins again with an inventory
-            session.why = str(exc)
-            session.channel.abort()
+            self.loop.end(session, str(exc))
 
     def _close_dead(self) -> None:
         """End the sessions of hosts declared dead by silence: they need new ones before they count again (R28)."""
-        with self.lock:
-            dead = [
-                s
-                for h, s in self.sessions.items()
-                if (state := self.machine.hosts.states.get(h)) is not None
-                and state.status == "dead"
-                and state.info.incarnation == s.incarnation
-            ]
-            for session in dead:
-                del self.sessions[session.host_id]
-        for session in dead:
-            session.close()
+        for host, session in list(self.sessions.items()):
+            state = self.machine.hosts.states.get(host)
+            if state is not None and state.status == "dead" and state.info.incarnation == session.incarnation:
+                del self.sessions[host]
+                self.loop.drop(session)
 
     # -- terms (R17) --------------------------------------------------------------------------
 
@@ -560,7 +642,7 @@ class Controller:
                     # Holders remember a term that the membership does not know: it is an earlier cluster's.
                     log.info("holders remember term %d: taking a higher one", self._stale_term)
                     term = self.membership.claim_term(self._stale_term)
-                    self.events.put(NewTerm(term, list(self.membership.hosts())))
+                    self.tell(NewTerm(term, list(self.membership.hosts())))
                     self.term = term
             except MemstoreError as exc:
                 log.warning("the membership does not answer: %s", exc)
@@ -568,14 +650,13 @@ class Controller:
                     self._is_stale.set()
                     self.stopping.wait(self.lease_s / 3)
                 continue  # hearing from every holder also keeps the lease (R17)
-            self.events.put(LeaseRenewed(asked_s + self.lease_s))
+            self.tell(LeaseRenewed(asked_s + self.lease_s))
 
     def _begin_term(self, term: int, expected_hosts: list[str]) -> None:
         """Start over under a higher term: every session begins again with an inventory."""
-        with self.lock:
-            sessions, self.sessions = list(self.sessions.values()), {}
-        for session in sessions:
-            session.close()
+        sessions, self.sessions = self.sessions, {}
+        for session in sessions.values():
+            self.loop.drop(session)
         self._new_machine(term, expected_hosts)
 
     def _exit(self, why: str) -> None:

@@ -1,6 +1,6 @@
 """One connected stream socket as a sequence of frames, with a deadline on every wait. No policy, no threads.
 
-Sockets are non-blocking and every wait is a poll with the rest of the caller's time: a socket timeout would be
+Sockets are non-blocking; every wait is a poll with the rest of the caller's time, or its own: a socket timeout would be
 shared by the sending and the receiving thread. A failure in the middle of a frame ends the channel, because the next
 header could not be found again; a timeout between frames leaves it usable.
 """
@@ -22,6 +22,7 @@ import struct
 import termios
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, NoReturn, Protocol
 
@@ -247,23 +248,30 @@ class Channel:
             if self.is_closed:
                 self._lost("closed between two parts of a frame")
 
-    def send_frame(self, frame: bytes, *, deadline_s: float) -> None:
-        """Send a frame of `codec.encode_frame` within `deadline_s` seconds from now."""
-        clock = _Clock("send a packed frame", deadline_s)
-        with _HeldSend(self, self._send_lock, clock):
-            self._send_all([memoryview(frame)], clock)
-
     def recv(self, *, timeout_s: float | None) -> Frame:
         """Return the next frame; None waits without limit for one to begin. The last frame's bulk must be taken."""
         clock = _Clock("receive a frame", timeout_s)
         with _HeldSend(self, self._recv_lock, clock):
+            frames = self.frames()
+            while not isinstance(step := next(frames), Frame):
+                if step:
+                    clock.limit_from_now()
+                self._wait(self._readable, clock, mid_frame=step)
+            return step
+
+    def frames(self) -> Iterator[Frame | bool]:
+        """Yield each frame, and whenever the socket must be waited for: whether one has begun.
+
+        For a thread that waits for many channels at once. The last frame's bulk must be taken before the next.
+        """
+        while True:
             if self._bulk_left:
                 raise errors.InternalError(f"{self._bulk_left:,} bulk bytes of the last frame were not taken")
-            self._fill(memoryview(self._header), clock, at_boundary=True)
+            yield from self._filling(memoryview(self._header), "receive a frame", at_boundary=True)
             try:
                 header = wire.unpack_header(self._header, authenticated=self.authenticated)
                 data = bytearray(header.body_bytes)
-                self._fill(memoryview(data), clock)
+                yield from self._filling(memoryview(data), "receive a frame")
                 wire.check_crc(self._header, data)
             except errors.ProtocolError as error:
                 if (
@@ -274,7 +282,7 @@ class Channel:
                 self._end()
                 raise errors.ProtocolError(f"{self.peer}: {error}", peer=self.peer) from error
             self._bulk_left = header.bulk_bytes
-            return Frame(header.kind, header.request_id, data, header.bulk_bytes)
+            yield Frame(header.kind, header.request_id, data, header.bulk_bytes)
 
     def recv_bulk_digests(
         self, chunks: Sequence[Sequence[memoryview]], digests: list[bytes], *, timeout_s: float
@@ -292,7 +300,7 @@ class Channel:
                 with _HeldSend(self, self._recv_lock, clock):
                     self._check_bulk(nbytes)
                     for view in views:
-                        self._fill(view, clock, seen=hasher.update)
+                        self._fill(view, clock, hasher.update)
                     self._bulk_left -= nbytes
                 digests.append(hasher.digest())
             return
@@ -359,6 +367,10 @@ class Channel:
             else:
                 return frame
 
+    def fileno(self) -> int:
+        """Return the socket's descriptor, to wait for it."""
+        return self._sock.fileno()
+
     def credentials(self) -> tuple[int, int]:
         """Return (pid, uid) of an AF_UNIX peer when it connected, from the kernel."""
         if isinstance(self._sock, TlsStream):
@@ -409,31 +421,35 @@ class Channel:
 
     def _send_all(self, views: list[memoryview], clock: _Clock, *, started: bool = False) -> None:
         # TLS may have sent part of a record when it asks us to wait.
-        started, index = started or isinstance(self._sock, TlsStream), 0
+        started = started or isinstance(self._sock, TlsStream)
         sock = self._sock
         if extension.is_there() and isinstance(sock, socket.socket) and sum(v.nbytes for v in views) >= NATIVE_BYTES:
             self._send_native(sock, views, clock, started=started)
             return
-        while True:
-            while index < len(views) and not views[index].nbytes:
-                index += 1
-            if index == len(views):
-                return
-            try:
-                sent = sock.sendmsg(views[index : index + _IOV_MAX], (), socket.MSG_NOSIGNAL)
-            except BlockingIOError:
+        waiting = deque(view for view in views if view.nbytes)
+        while waiting:
+            if self.send_ready(waiting, clock.operation):
+                started = True
+            else:
                 self._wait(self._writable, clock, mid_frame=started)
-                continue
-            except OSError as error:
-                self._lost_write(f"{clock.operation}: {error}", error)
-            started = True
-            while sent:
-                step = min(sent, views[index].nbytes)
-                sent -= step
-                if step == views[index].nbytes:
-                    index += 1
-                else:
-                    views[index] = views[index][step:]
+
+    def send_ready(self, waiting: deque[memoryview], operation: str) -> bool:
+        """Send from the front of `waiting`, which has no empty views, what the socket takes now; return whether it did.
+
+        What was sent is removed. Not beside another thread that sends.
+        """
+        try:
+            sent = self._sock.sendmsg(list(itertools.islice(waiting, _IOV_MAX)), (), socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self._lost_write(f"{operation}: {error}", error)
+        while sent:
+            view = waiting.popleft()
+            if sent < view.nbytes:
+                waiting.appendleft(view[sent:])
+            sent -= min(sent, view.nbytes)
+        return True
 
     def _send_native(self, sock: socket.socket, views: Sequence[memoryview], clock: _Clock, *, started: bool) -> None:
         left_s = clock.left_s()
@@ -446,29 +462,32 @@ class Channel:
             error = OSError(status, os.strerror(status))
             self._lost_write(f"{clock.operation}: {error}", error)
 
-    def _fill(
+    def _fill(self, view: memoryview, clock: _Clock, seen: Callable[[memoryview], object] | None = None) -> None:
+        for _ in self._filling(view, clock.operation, seen=seen):
+            self._wait(self._readable, clock, mid_frame=True)
+
+    def _filling(
         self,
         view: memoryview,
-        clock: _Clock,
+        operation: str,
         *,
         at_boundary: bool = False,
         seen: Callable[[memoryview], object] | None = None,
-    ) -> None:
+    ) -> Iterator[bool]:
+        """Receive all of `view`; yield whenever the socket must be waited for: whether a frame has begun."""
         done = 0
         while done < view.nbytes:
             try:
                 got = self._sock.recv_into(view[done:] if seen is None else view[done : done + PIECE_BYTES])
             except BlockingIOError:
                 self._wake_at(min(view.nbytes - done, WAKE_BYTES))
-                self._wait(self._readable, clock, mid_frame=not at_boundary or done > 0)
+                yield not at_boundary or done > 0
                 continue
             except OSError as error:
-                self._lost(f"{clock.operation}: {error}", cause=error)
+                self._lost(f"{operation}: {error}", cause=error)
             if not got:
                 eof = at_boundary and not done
                 self._lost("it closed the connection" + ("" if eof else " in the middle of a frame"), eof=eof)
-            if at_boundary and not done:
-                clock.limit_from_now()
             if seen is not None:
                 seen(view[done : done + got])
             done += got

@@ -268,7 +268,7 @@ def test_nonsense_from_a_peer_is_refused_in_words(trained: Trained) -> None:
                 if body.get("k") in ("chunks", "seal"):
                     assert offered(peer, SHARD) == Done()
                 data = msgpack.packb(body)
-                peer.send_frame(frame.pack_header(Kind.CALL, 1, data) + data, deadline_s=10)
+                peer.send(Kind.CALL, 1, data, deadline_s=10)
                 reply = peer.recv(timeout_s=10)
             except errors.TransportError:
                 continue

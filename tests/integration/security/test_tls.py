@@ -22,8 +22,11 @@ from manifests import composed, pods
 from memstore.cli import main
 from memstore.config import Config
 from memstore.core.wire import frame as wire
+from memstore.core.wire.codec import encode_frame
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import HolderIdentity
+from memstore.core.wire.orders import WriteJournal, decode_order
+from memstore.core.wire.reports import FactsWritten
 from memstore.errors import (
     AuthenticationError,
     ConfigError,
@@ -32,6 +35,7 @@ from memstore.errors import (
     ProtocolError,
     TransportError,
 )
+from memstore.shell.controller import FRAMES_A_TURN, Session, SessionEnded, SessionLoop
 from memstore.shell.net import auth
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import Listener, connect_tcp
@@ -200,6 +204,39 @@ def test_both_directions_at_once_through_small_buffers(
         assert [part.result(30) for part in work] == [None, None]
         client.send(Kind.BYE, deadline_s=5)
         assert server.recv(timeout_s=5).kind is Kind.BYE
+
+
+def test_a_controllers_loop_reads_and_writes_over_tls(
+    members: dict[str, Config], aside: Callable[..., Future[Any]]
+) -> None:
+    """Reports that TLS has read already come though no socket tells, and orders that wait for room lose nothing."""
+    left, right = socket.socketpair()
+    given: list[Any] = []
+    loop = SessionLoop(lambda _, message: given.append(message))
+    with Channel(left) as near, Channel(right) as holder:
+        shake((near, holder), aside, (tls_of(members["a"]), tls_of(members["b"])))
+        reports = [FactsWritten(seq=seq) for seq in range(3 * FRAMES_A_TURN)]
+        packed = [encode_frame(Kind.EVENT, report) for report in reports]
+        orders = [WriteJournal(keep=None, records=(os.urandom(seq * 2000),), seq=seq) for seq in range(60)]
+        session = Session("a", 1, near)
+        holder._sock.sendmsg([memoryview(b"".join(packed[: FRAMES_A_TURN + 5]))])  # one record, more than a turn's
+        for sock in (near._sock, holder._sock):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        loop.add(session)
+        wait_for(lambda: loop.turn(0.01) or len(given) >= FRAMES_A_TURN + 5, "what TLS has read", 20.0)
+        said = aside(lambda: [holder.send(Kind.EVENT, 0, r, deadline_s=20) for r in reports[FRAMES_A_TURN + 5 :]])
+        for order in orders:
+            loop.send(session, encode_frame(Kind.EVENT, order))
+            loop.flush()
+        assert session.outbox
+        taken = aside(lambda: [decode_order(holder.recv(timeout_s=20).data) for _ in orders])
+        wait_for(lambda: loop.turn(0.01) or (taken.done() and len(given) >= len(reports)), "both ways")
+        assert (taken.result(20), given) == (orders, reports)
+        said.result(20)
+        holder.close()
+        wait_for(lambda: loop.turn(0.01) or len(given) > len(reports), "the end")
+        assert isinstance(given[-1], SessionEnded)
+    loop.close()
 
 
 def test_a_tls_channel_closes_and_times_out_as_a_plain_one(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import secrets
 import shutil
 import socket
@@ -50,9 +49,10 @@ from memstore.core.wire.reports import (
     decode_holder_message,
 )
 from memstore.errors import CapacityError, DigestMismatch, PeerTimeout, PeerUnreachable, TransportError
+from memstore.shell import controller as controller_module
 from memstore.shell.arena import journal_file as journal_module
 from memstore.shell.arena.slot_headers import SLOTS_NAME
-from memstore.shell.controller import TICK_S, Controller, Session, SessionEnded
+from memstore.shell.controller import TICK_S, Controller, Session, SessionEnded, SessionLoop
 from memstore.shell.holder import controller_session
 from memstore.shell.holder.controller_session import ControllerSession
 from memstore.shell.holder.holder import Holder
@@ -115,6 +115,18 @@ class Pause:
     def __call__(self) -> None:
         self.at.set()
         assert self.go.wait(ORDER_WAIT_S)
+
+
+def first_message(channel: Channel) -> HolderMessage | SessionEnded:
+    """Return what a controller's session gives first."""
+    given: list[HolderMessage | SessionEnded] = []
+    loop = SessionLoop(lambda _, message: given.append(message))
+    loop.add(Session("a", 1, channel))
+    try:
+        wait_for(lambda: loop.turn(0.01) or given, "a message of the holder", ORDER_WAIT_S)
+    finally:
+        loop.close()
+    return given[0]
 
 
 def send(channel: Channel, order: Order) -> None:
@@ -293,11 +305,7 @@ def test_a_long_journal_comes_in_pages_before_the_inventory(
     sent = [greeted(pages) for _ in range(3)]
     assert [page.journal for page in sent] == [records[:2], records[2:4], records[4:]]
     assert [page.has_more for page in sent] == [True, True, False]
-    given: queue.Queue[HolderMessage | SessionEnded] = queue.Queue()
-    session = Session("a", holder.state.info.incarnation, dial(7), lambda _, message: given.put(message))
-    session.start()
-    up = given.get(timeout=ORDER_WAIT_S)
-    session.close()
+    up = first_message(dial(7))
     assert isinstance(up, HostInventory)
     assert up.journal == records
 
@@ -382,11 +390,9 @@ PROTOCOL_WAIT_S = 60.0
 def test_a_controller_warns_of_what_is_no_report(caplog: pytest.LogCaptureFixture) -> None:
     """The holder connects again: the log is all that says why."""
     near, far = socket.socketpair()
-    ended: queue.Queue[Any] = queue.Queue()
     with Channel(far) as holder:
-        Session("a", 1, Channel(near), lambda _, message: ended.put(message)).start()
         holder.send(Kind.EVENT, 0, EchoClock(clock_s=1.0), deadline_s=PROTOCOL_WAIT_S)
-        over = ended.get(timeout=PROTOCOL_WAIT_S)
+        over = first_message(Channel(near))
     assert isinstance(over, SessionEnded)
     [warning] = [record.getMessage() for record in caplog.records]
     assert "the session of host a at" in warning
@@ -551,41 +557,65 @@ def test_a_beat_that_waits_behind_a_long_event_is_received_before_the_next_tick(
     config = Config(store="listens", detect=120.0)
     controller = Controller(config, DirectoryMembership(tmp_path), secret=b"s" * 32, settle_s=0.0)
     near, far = socket.socketpair()
-    session = Session("a", 1, Channel(near), controller._received)
-    begun, go, seen = threading.Event(), threading.Event(), list[str]()
+    session = Session("a", 1, Channel(near))
+
+    def pass_time(what: str) -> None:
+        until_s = time.monotonic() + 2 * TICK_S
+        wait_for(lambda: time.monotonic() > until_s, what)
+
+    pauses, seen = {"first": Pause(), "second": Pause()}, list[str]()
     try:
-        with controller.lock:
-            controller.sessions["a"] = session
-        session.start()
-        controller.events.put((session, inventory(1)))
+        controller.tell(session)
+        controller.tell((session, inventory(1)))
         wait_for(controller.is_serving, "the controller to serve")
         state, handle = controller.machine.hosts.states["a"], controller.machine.handle
 
         def watched(now: float, event: Event) -> list[Action]:
-            if isinstance(event, Received):
-                begun.set()
-                assert go.wait(WAIT_S)
+            if isinstance(event, Received) and isinstance(event.message, RankArrived):
+                pauses[event.message.nonce]()
             actions = handle(now, event)
             if isinstance(event, Tick):
                 seen.append(state.status)
             return actions
 
         controller.machine.handle = watched  # type: ignore[method-assign]
-        controller.events.put((session, RankArrived(nonce="n")))
-        assert begun.wait(WAIT_S)
+        controller.tell((session, RankArrived(nonce="first")))
+        assert pauses["first"].at.wait(WAIT_S)
+        far.sendall(encode_frame(Kind.EVENT, RankArrived(nonce="second")))
+        pass_time("a tick to be due, behind the second event")
+        pauses["first"].go.set()
+        assert pauses["second"].at.wait(WAIT_S)
         state.beat_at_s -= 100.0  # the last beat was long ago
         far.sendall(encode_frame(Kind.EVENT, Heartbeat(stats=host_stats(), trained={}, clock_s=None)))
-        wait_for(lambda: len(controller._beats) > 0, "the beat to be read")
-        due_s = time.monotonic() + 2 * TICK_S
-        wait_for(lambda: time.monotonic() > due_s, "a tick to be due")
+        pass_time("the second event to have taken long")
         seen.clear()
-        go.set()
+        pauses["second"].go.set()
         wait_for(lambda: len(seen) >= 3, "ticks")
         assert set(seen) == {"live"}
     finally:
-        go.set()
+        for pause in pauses.values():
+            pause.go.set()
         controller.close()
         far.close()
+
+
+def test_a_controller_without_news_for_long_still_finds_a_new_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks more rarely then, not never."""
+    monkeypatch.setattr(controller_module, "QUIET_S", 0.0)
+    monkeypatch.setattr(controller_module, "QUIET_DIAL_S", 0.01)
+    monkeypatch.setattr(controller_module, "DIAL_S", 100 * WAIT_S)
+    membership = DirectoryMembership(tmp_path)
+    controller = Controller(Config(store="quiet"), membership, secret=b"s" * 32, settle_s=0.0)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as late:
+            late.settimeout(WAIT_S)
+            address, port = late.getsockname()
+            membership.announce("late", {"address": address, "port": port, "incarnation": 1})
+            late.accept()[0].close()
+    finally:
+        controller.close()
 
 
 def test_what_was_decided_before_an_inventory_is_no_order_for_its_session(tmp_path: Path) -> None:
@@ -593,26 +623,17 @@ def test_what_was_decided_before_an_inventory_is_no_order_for_its_session(tmp_pa
     config = Config(store="listens", detect=120.0)
     controller = Controller(config, DirectoryMembership(tmp_path), secret=b"s" * 32, settle_s=0.0)
     pairs = [socket.socketpair(), socket.socketpair()]
-    sessions = [
-        Session("a", n, Channel(near), controller._received, asked_s=time.monotonic())
-        for n, (near, _) in enumerate(pairs, start=1)
-    ]
+    sessions = [Session("a", n, Channel(near), asked_s=time.monotonic()) for n, (near, _) in enumerate(pairs, start=1)]
     far = Channel(pairs[1][1])
-
-    def begin(session: Session) -> None:
-        with controller.lock:
-            controller.sessions["a"] = session
-        session.start()
-
     try:
-        begin(sessions[0])
-        controller.events.put((sessions[0], inventory(1)))
+        controller.tell(sessions[0])
+        controller.tell((sessions[0], inventory(1)))
         wait_for(lambda: controller.is_serving() and controller.machine.parts.journal.log.entries, "the first fact")
-        begin(sessions[1])
+        controller.tell(sessions[1])
         entries = controller.machine.parts.journal.log.entries
         controller.drains_seen({"a": time.time() + 1000.0})
         wait_for(lambda: len(entries) >= 2, "a fact while the new holder has said nothing yet")
-        controller.events.put((sessions[1], inventory(2)))
+        controller.tell((sessions[1], inventory(2)))
         journal: list[bytes] = []
         while len(journal) < len(entries):
             order = decode_order(far.recv(timeout_s=WAIT_S).data)
