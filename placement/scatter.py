@@ -11,9 +11,9 @@ import random
 from collections.abc import Iterable
 from dataclasses import replace
 
-from placement.groups import Placement, Strategy, describe, place
+from placement.groups import Placement, Strategy, described, place
 from placement.rebalance import rebalance
-from placement.topology import Host, Topology, spread_level
+from placement.topology import Host, Topology
 
 TRIES = 32  # orders of the hosts that one more placement is chosen from
 TRIES_HOSTS_MAX = 1000  # of more hosts two random placements have hardly a pair in common
@@ -62,8 +62,7 @@ def _another(topology: Topology, others: list[Placement], replicas: int, strateg
             best, fewest = targets, common
         if fewest == 0:
             break
-    spread = spread_level(topology, replicas)
-    return describe(topology, best, replicas=replicas, level=spread.level, warnings=spread.warnings)
+    return described(topology, best, replicas=replicas)
 
 
 def _shuffled(topology: Topology, replicas: int, strategy: Strategy, seed: str) -> dict[str, tuple[str, ...]]:
@@ -71,7 +70,8 @@ def _shuffled(topology: Topology, replicas: int, strategy: Strategy, seed: str) 
     chance, known = random.Random(seed), topology.hosts.values()
     alias, machine = _dealt(topology.hosts, chance), _dealt((host.machine for host in known), chance)
     levels = {
-        level: _dealt((host.labels.get(level, "") for host in known), chance) for level in topology.failure_domains
+        level: _dealt((host.labels.get(level, "") for host in known), chance)
+        for level in (*topology.failure_domains, *topology.groups)
     }
     hosts = [
         Host(
@@ -84,7 +84,7 @@ def _shuffled(topology: Topology, replicas: int, strategy: Strategy, seed: str) 
         for host in known
     ]
     name = {other: host for host, other in alias.items()}
-    placed = place(Topology.of(hosts, topology.failure_domains), replicas=replicas, strategy=strategy)
+    placed = place(Topology.of(hosts, topology.failure_domains, topology.groups), replicas=replicas, strategy=strategy)
     found = {name[owner]: tuple(name[target] for target in held) for owner, held in placed.targets.items()}
     return {owner: found[owner] for owner in sorted(found)}
 

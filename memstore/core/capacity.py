@@ -65,8 +65,8 @@ def shorter(state: ClusterState, fact: f.Fact) -> f.Fact:
         return fact
     if job.newest_commit(newest.attempt_number) < 0:
         return fact
-    attempt.members, attempt.needs = {}, {}
-    return structs.replace(fact, nonces=(), hosts=(), shard_of=(), writers=())
+    attempt.members, attempt.needs, attempt.groups = {}, {}, {}
+    return structs.replace(fact, nonces=(), hosts=(), shard_of=(), writers=(), groups={})
 
 
 def is_needed(state: ClusterState, fact: f.Fact) -> bool:

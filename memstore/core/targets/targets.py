@@ -15,14 +15,15 @@ from memstore.core.cluster.effects import Effects, SentOrders
 from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState
+from memstore.core.cluster.text import named_hosts
 from memstore.core.targets.drain import Drains
 from memstore.core.targets.shared_shards import SharedShards
 from memstore.core.wire.orders import HostAddress, HostNews, PushTargets, RankTargets
 from memstore.core.wire.peer_messages import ShardHost
 from placement.groups import Placement, Strategy
-from placement.parity_sets import parity_groups, parity_sets
+from placement.parity_sets import crowded_groups, parity_groups, parity_sets
 from placement.scatter import scattered
-from placement.topology import levels_of, spread_level
+from placement.topology import Topology, levels_of, spread_level, with_groups
 from recovery.inventory import StepId
 from recovery.parity import ParitySet
 from recovery.planner import RecoveryPlan
@@ -130,12 +131,31 @@ class ClusterView:
             hosts = self.eligible_hosts(rank_hosts, attempt.replicas, prefer=prefer, level_asked=attempt.level_asked)
             if not hosts:
                 return None
-            topology = self.state.hosts.topology(sorted(hosts))
+            topology = self.topology(attempt, hosts)
             strategy = cast(Strategy, str(attempt.config["placement"]))
             job.placement = scattered(
                 before, topology, replicas=attempt.replicas, strategy=strategy, scatter=attempt.scatter
             )
+            job.group_domains = [topology.domains(level) for level in topology.groups_apart]
+            self._say_groups(job, topology, job.placement)
         return job.placement
+
+    def topology(self, attempt: Attempt, hosts: Iterable[str]) -> Topology:
+        """Return some hosts with their domains, the groups of the attempt's ranks among them (R18.8)."""
+        found = self.state.hosts.topology(sorted(hosts))
+        return with_groups(found, attempt.group_levels()) if attempt.groups else found
+
+    def _say_groups(self, job: Job, topology: Topology, placed: Placement) -> None:
+        """Log, when it changes, which groups of ranks have all copies of a shard within them, and why."""
+        enclosed = [each for one in placed.placements for each in one.unmet if each.level in topology.groups]
+        said = [*topology.group_warnings(placed.level)]
+        for level in dict.fromkeys(each.level for each in enclosed):
+            owners = sorted({each.owner for each in enclosed if each.level == level})
+            why = next(each.why for each in enclosed if each.level == level)
+            said.append(f"{named_hosts(owners)}: {why}. Losing that {level} as one would lose steps")
+        for text in said if said != job.groups_said else ():
+            self.out.log(f"job {job.name!r}: {text}", "warning")
+        job.groups_said = said
 
     def owner_host(self, job: Job, attempt: Attempt, rank: int) -> str:
         """Return the host whose targets a rank's copies follow: its own, or a live holder's if that is dead."""
@@ -185,7 +205,11 @@ class ClusterView:
         for rank, member in attempt.members.items():
             ranks_of.setdefault(member.host_id, []).append(rank)
         spare = attempt.replicas - 1
-        groups = parity_groups(self.state.hosts.topology(sorted(ranks_of)), placement.level, attempt.parity, spare)
+        topology = self.topology(attempt, ranks_of)
+        groups = parity_groups(topology, placement.level, attempt.parity, spare)
+        for level in crowded_groups(topology, groups, spare):
+            why = f"there are too few or too large ones to keep parity that survives the loss of one {level}"
+            self.out.log(f"job {job.name!r}: {why}", "warning")
         found = [ranks for ranks in parity_sets(groups, ranks_of, spare) if max(needs[rank] for rank in ranks) > 1]
         return {rank: ParitySet(ranks, spare) for ranks in found for rank in ranks}
 
