@@ -8,7 +8,7 @@ Pure: no torch, ray, socket, clock, environment or file access. Read README.md f
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from placement.groups import Placement, Strategy, described, place
@@ -20,7 +20,13 @@ TRIES_HOSTS_MAX = 1000  # of more hosts two random placements have hardly a pair
 
 
 def scattered(
-    before: Placement | None, topology: Topology, *, replicas: int, strategy: Strategy = "mixed", scatter: int = 1
+    before: Placement | None,
+    topology: Topology,
+    *,
+    replicas: int,
+    strategy: Strategy = "mixed",
+    scatter: int = 1,
+    demand_bytes: Mapping[str, int] | None = None,
 ) -> Placement:
     """Return a placement, and in its `scattered` the others of the `scatter` placements of a job.
 
@@ -33,6 +39,7 @@ def scattered(
         replicas: Copies of each shard, the owner's own included.
         strategy: "mixed", "group" or "ring".
         scatter: Number of placements; 1 is `place`, or `rebalance`.
+        demand_bytes: As for `place`, of a single placement.
 
     Raises:
         ValueError: as `place`; `scatter` is below 1.
@@ -42,8 +49,15 @@ def scattered(
     """
     if scatter < 1:
         raise ValueError(f"scatter is {scatter}, must be at least 1")
+    if demand_bytes is not None and scatter > 1:
+        raise ValueError(f"scatter is {scatter}: only a single placement can go by room")
     known = (before, *before.scattered)[:scatter] if before is not None else ()
-    found = [rebalance(old, topology, replicas=replicas, strategy=strategy).placement for old in known]
+    found = [
+        rebalance(old, topology, replicas=replicas, strategy=strategy, demand_bytes=demand_bytes).placement
+        for old in known
+    ]
+    if scatter == 1 and not found:
+        return place(topology, replicas=replicas, strategy=strategy, demand_bytes=demand_bytes)
     while len(found) < scatter:
         found.append(_another(topology, found, replicas, strategy))
     return replace(found[0], scattered=tuple(found[1:]))

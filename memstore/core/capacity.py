@@ -363,6 +363,7 @@ class Reservations:
         if not attempt.has_put:
             self.retention.free_unrestorable(job)
             attempt.parity_sets = attempt.parity_sets or self.view.parity_sets(job, attempt, active.ordered)
+            self.view.fit(job, attempt)
         active.waits, active.number = self.order(job, attempt), self.orders_count
         self._finish(job, active)
 

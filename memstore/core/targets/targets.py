@@ -6,7 +6,10 @@ these hosts, `repair.py` for how copies get there.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace as replace_host
+from functools import partial
 from typing import cast
 
 from msgspec.structs import replace
@@ -15,6 +18,7 @@ from memstore.core.cluster.effects import Effects, SentOrders
 from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState
+from memstore.core.cluster.step_lookup import versions_count
 from memstore.core.cluster.text import named_hosts
 from memstore.core.targets.drain import Drains
 from memstore.core.targets.shared_shards import SharedShards
@@ -133,12 +137,49 @@ class ClusterView:
                 return None
             topology = self.topology(attempt, hosts)
             strategy = cast(Strategy, str(attempt.config["placement"]))
-            job.placement = scattered(
-                before, topology, replicas=attempt.replicas, strategy=strategy, scatter=attempt.scatter
-            )
+            place = partial(scattered, before, replicas=attempt.replicas, strategy=strategy, scatter=attempt.scatter)
+            job.placement = place(topology)
+            if (limited := self._with_limits(job, attempt, topology, job.placement)) is not None:
+                by_room = place(limited[0], demand_bytes=limited[1])
+                if all(each.target for each in by_room.unmet):  # else the hosts say with numbers what lacks
+                    job.placement = by_room
             job.group_domains = [topology.domains(level) for level in topology.groups_apart]
             self._say_groups(job, topology, job.placement)
         return job.placement
+
+    def _with_limits(
+        self, job: Job, attempt: Attempt, topology: Topology, placed: Placement
+    ) -> tuple[Topology, dict[str, int]] | None:
+        """Return the hosts with their room for copies, and what those take by owner, if a host has less than it gets.
+
+        None also while the ranks' needs are not known, and where copies are not those of placement alone. What other
+        jobs have claimed is not looked at: their hosts refuse with numbers.
+        """
+        is_plain = attempt.scatter == 1 and not attempt.shard_of and not attempt.parity_sets
+        if not self.state.rules.chunk_bytes or len(attempt.needs) < attempt.world_size or not is_plain:
+            return None
+        own, hosts = Counter[str](), self.state.hosts.states
+        for rank, member in attempt.members.items():
+            own[member.host_id] += attempt.needs[rank] * versions_count(job, attempt) * self.state.rules.chunk_bytes
+        limits = {host: hosts[host].info.limit_bytes for host in topology.hosts}
+        free = {host: max(0, limit - own[host]) for host, limit in limits.items() if limit}
+        taken = Counter[str]()
+        for owner, held in placed.targets.items():
+            taken.update(dict.fromkeys(held, own[owner]))
+        if all(nbytes <= free.get(host, nbytes) for host, nbytes in taken.items()):
+            return None
+        limited = (replace_host(host, capacity_bytes=free.get(host.host_id)) for host in topology.hosts.values())
+        return Topology.of(limited, topology.failure_domains, topology.groups), own
+
+    def fit(self, job: Job, attempt: Attempt) -> None:
+        """Give hosts with less memory fewer copies, now that the needs of all ranks are known (R10)."""
+        placement = self.placement(job)
+        if placement is not None and self._with_limits(
+            job, attempt, self.topology(attempt, placement.targets), placement
+        ):
+            job.placement = None
+            if self.placement(job) != placement:
+                self.send_targets(job)
 
     def topology(self, attempt: Attempt, hosts: Iterable[str]) -> Topology:
         """Return some hosts with their domains, the groups of the attempt's ranks among them (R18.8)."""

@@ -1,13 +1,16 @@
-"""Groups of ranks that are lost as one, as the controller has them: named, refused, placed, told (R18.8)."""
+"""Groups of ranks that are lost as one, as the controller has them: named, refused, placed, told (R18.8, R18.9)."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
 from memstore.client.connect import check_groups
 from memstore.core.cluster.job import group_levels, group_numbers, group_runs
+from memstore.core.wire.orders import Reserve
 from memstore.errors import ConfigError
-from memstore.testing.controller.holder import DirectedRank
+from memstore.testing.controller.holder import CHUNKS, DirectedHolder, DirectedRank
 from memstore.testing.controller.world import JOB, ControllerWorld
 from recovery.inventory import StepId
 
@@ -221,3 +224,57 @@ def test_two_pipelines_are_too_few_for_parity_and_the_log_says_so() -> None:
     world.get(ranks)
     assert world.put_all(ranks, 1)
     assert any("parity that survives the loss of one pp group" in note for note in world.notes)
+
+
+# -- memory -------------------------------------------------------------------------------------------
+
+
+def limited(limits: dict[str, int], groups: bool) -> tuple[ControllerWorld, list[DirectedRank]]:
+    """Launch on hosts with arenas of so many slots, which refuse more."""
+    world = ControllerWorld(list(limits), rules={"chunk_bytes": 1})
+    assert world.machine is not None
+    assert world.run_until(lambda: world.machine is not None and world.machine.is_settled, 10.0)
+    for host, holder in world.holders.items():
+
+        def claimed(order: Reserve, holder: DirectedHolder = holder, limit: int = limits[host]) -> None:
+            wanted = sum(order.ranks.values()) + order.peer_slots
+            holder.refuses_room = f"{wanted} slots wanted, {limit} there" if wanted > limit else ""
+            holder.carry_out(order)
+
+        holder.instead[Reserve] = claimed
+    for host, state in world.machine.hosts.states.items():
+        state.info = replace(state.info, limit_bytes=limits[host])
+    return world, launched(world) if groups else world.launch(len(limits), "k")
+
+
+VERSION = 2 * CHUNKS  # of a rank: the kept step and the one in flight
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_a_host_with_less_memory_gets_fewer_copies(groups: bool) -> None:
+    """h3 has room for its own versions alone: the job trains, each shard on two hosts, none of a peer on h3 (R18.9)."""
+    world, ranks = limited({"h0": 3 * VERSION, "h1": 3 * VERSION, "h2": 3 * VERSION, "h3": VERSION}, groups)
+    world.get(ranks)
+    assert world.put_all(ranks, 1)
+    held = [world.holders_of(StepId(1, 1), rank) for rank in range(4)]
+    assert all(len(hosts) == 2 for hosts in held)
+    assert sum("h3" in hosts for hosts in held) == 1
+    assert not world.job(JOB).commits[StepId(1, 1)].is_degraded
+
+
+def test_no_host_moves_where_all_have_room() -> None:
+    """Arenas that differ, and are large enough, change nothing."""
+    world, _ = limited({"h0": 9 * VERSION, "h1": 4 * VERSION, "h2": 2 * VERSION, "h3": 2 * VERSION}, groups=False)
+    plain = ControllerWorld(4)
+    plain.launch(4, "k")
+    assert world.job(JOB).placement == plain.job(JOB).placement
+
+
+def test_too_little_memory_in_all_is_refused_with_numbers() -> None:
+    """No host has room for what h3 has not: its refusal is the answer, as it was."""
+    world, ranks = limited(dict.fromkeys(("h0", "h1", "h2"), 2 * VERSION) | {"h3": VERSION}, groups=False)
+    world.get(ranks)
+    for rank in ranks:
+        world.call(rank, "reserve", slots=CHUNKS)
+    assert world.run_until(lambda: all(rank.errors.get("reserve") for rank in ranks), 20.0)
+    assert f"{VERSION} there" in ranks[0].error("reserve")
