@@ -84,8 +84,7 @@ def choose_writers(
             )
             found.append(rank)
             del left[domain]
-        for rank in found:
-            load[hosts[rank]] += 1
+        load.update(hosts[rank] for rank in found)
         chosen += found
     return tuple(sorted(chosen))
 
