@@ -96,6 +96,20 @@ def test_groups_that_change_with_a_launch_are_followed() -> None:
     assert world.run_until(lambda: all(len(world.holders_of(StepId(2, 2), rank)) == 2 for rank in range(4)), 60.0)
 
 
+def test_ranks_that_rewind_keep_their_groups() -> None:
+    """They go on in a new attempt, and are in the same pipelines there (R22)."""
+    world = ControllerWorld(list(RACKS), labels=RACKS)
+    ranks = launched(world)
+    world.get(ranks)
+    assert world.put_all(ranks, 1)
+    for rank in ranks:
+        world.call(rank, "rewind", nonce=rank.nonce, key=rank.key, step=1, of_attempt=None)
+    assert world.run_until(lambda: all(rank.answers.get("rewind") for rank in ranks), 20.0), ranks[0].errors
+    newest = world.job(JOB).newest
+    assert newest is not None
+    assert (newest.attempt_number, newest.groups) == (2, {"pp": tuple(PIPELINES)})
+
+
 @pytest.mark.parametrize(
     ("named", "said"),
     [
