@@ -8,13 +8,17 @@ Pure: no torch, ray, socket, clock, environment or file access. Read `rebalance.
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+import random
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 from placement.target_assignment import TargetAssignment
 from placement.topology import Topology, levels_of, name_some, spread_level
+
+SWAPS_PER_HOST = 40  # tries of two hosts to change places; half a second for a thousand hosts where none helps
 
 # -- layout -------------------------------------------------------------------------------------------
 # Who sits in which replica group: cut hosts into groups and a ring, domains apart (Gemini, d.1).
@@ -111,6 +115,52 @@ def _ring_shares(sizes: Sequence[int], replicas: int, ring_size: int) -> list[in
     return shares
 
 
+def swapped(
+    sets: Sequence[Sequence[str]], levels: Sequence[tuple[Mapping[str, str], int]]
+) -> tuple[dict[str, str], int]:
+    """Let hosts change places so that, level by level, no set has more than so many in one domain, if that is found.
+
+    Args:
+        sets: Hosts that keep bytes for one another; a host may be in several.
+        levels: The domain of each host and how many of a set one may have, the level that matters most first.
+
+    Returns:
+        The host that takes each host's place, and by how much domains are crowded then: 0 is what is wanted.
+
+    Complexity: SWAPS_PER_HOST tries for each host, each O(sets of a host x size).
+    Source: ours; min-conflicts with moves to the side (Minton et al., "Minimizing conflicts", 1992).
+    """
+    sets_of: dict[str, list[int]] = defaultdict(list)
+    for number, members in enumerate(sets):
+        for host in members:
+            sets_of[host].append(number)
+    now, hosts = {host: host for host in sets_of}, list(sets_of)
+    base, chance = 1 + sum(map(len, sets)), random.Random(len(hosts))
+
+    def cost(number: int) -> int:
+        found = 0
+        for domains, most in levels:
+            counts = Counter(domains[now[host]] for host in sets[number])
+            found = found * base + sum(max(0, count - most) for count in counts.values())
+        return found
+
+    crowded = {number: found for number in range(len(sets)) if (found := cost(number))}
+    for _ in range(SWAPS_PER_HOST * len(hosts)):
+        if not crowded:
+            break
+        one, other = chance.choice(sets[chance.choice(list(crowded))]), chance.choice(hosts)
+        touched = {*sets_of[one], *sets_of[other]}
+        now[one], now[other] = now[other], now[one]
+        after = {number: cost(number) for number in touched}
+        if sum(after.values()) > sum(crowded.get(number, 0) for number in touched):
+            now[one], now[other] = now[other], now[one]
+            continue
+        for number in sorted(touched):
+            crowded.pop(number, None)
+            crowded |= {number: after[number]} if after[number] else {}
+    return now, sum(crowded.values())
+
+
 # -- groups -------------------------------------------------------------------------------------------
 
 
@@ -131,7 +181,8 @@ class Unmet:
     """One separation or one copy that was not possible.
 
     `target` is "" where no host had room for the copy; then `domain` is "" too. Otherwise
-    `target` holds a copy, in a `domain` that the owner or an earlier target is in already.
+    `target` holds a copy, in a `domain` that the owner or an earlier target is in already; at a
+    level of groups all of them are.
     """
 
     owner: str
@@ -184,6 +235,8 @@ def place(
     an error. If every domain has at most N / m hosts, all owners are separated and every host
     has m - 1 peers ("group" with a remainder excepted). Otherwise single pairs are redirected
     outside their group; no host then takes more than its fair share plus one (`TargetAssignment`).
+    At levels of groups (`with_groups`) hosts change places, and pairs are redirected, until no owner
+    has all copies within its own; where that cannot be, the finest level is given up first.
 
     Args:
         topology: Hosts, their labels and their room.
@@ -207,18 +260,67 @@ def place(
     copies = check_request(topology, replicas, strategy, demand_bytes)
     spread = spread_level(topology, replicas)
     blocks, ring = arrange(hosts_by_domain(topology, spread.level), copies, strategy)
-    groups = [ReplicaGroup("group", members) for members in blocks]
-    groups += [ReplicaGroup("ring", ring)] if ring else []
+    rows = [*blocks, *([ring] if ring else [])]
+    if topology.groups_apart and copies > 1:
+        windows = [tuple(ring[(at + step) % len(ring)] for step in range(copies)) for at in range(len(ring))]
+        levels = [(topology.domains(each), copies - 1) for each in topology.groups_apart]
+        now, _ = swapped([*blocks, *windows], [(topology.domains(spread.level), 1), *levels])
+        rows = [tuple(now[host] for host in row) for row in rows]
     wished = {
         owner: tuple(members[(at + step) % len(members)] for step in range(1, copies))
-        for members in (group.members for group in groups)
+        for members in rows
         for at, owner in enumerate(members)
     }
     targets = {owner: wished[owner] for owner in sorted(wished)}
-    if demand_bytes is not None or any(_repeats(targets, topology, spread.level)):
-        assignment = TargetAssignment(topology, level=spread.level, replicas=copies, demand_bytes=demand_bytes or {})
-        targets = assigned(assignment, targets)
-    return describe(topology, targets, replicas=replicas, level=spread.level, warnings=spread.warnings)
+    found = described(topology, targets, replicas=replicas)
+    if demand_bytes is None and not found.unmet:
+        return found
+    return settled(topology, targets, replicas=replicas, demand_bytes=demand_bytes)
+
+
+def settled(
+    topology: Topology,
+    wished: Mapping[str, Sequence[str]],
+    *,
+    replicas: int,
+    demand_bytes: Mapping[str, int] | None = None,
+    extras: Sequence[int] = (1,),
+    before: Mapping[str, Sequence[str]] | None = None,
+) -> Placement:
+    """Assign the wished pairs that can stay and fill the gaps; of several tries return the one that lacks least.
+
+    Args:
+        topology: The hosts.
+        wished: By owner, the targets that are to stay.
+        replicas: Copies per shard.
+        demand_bytes: As for `place`.
+        extras: Peers that a host may take beyond its fair share; the next number only if something is unmet.
+        before: Targets that keep their place in line.
+    """
+    copies, level = min(replicas, len(topology.hosts)), spread_level(topology, replicas).level
+    tried = []
+    for extra, kept in product(extras, range(len(topology.groups_apart), -1, -1)):
+        assignment = TargetAssignment(
+            topology, level=level, replicas=copies, demand_bytes=demand_bytes or {}, extra=extra, groups_kept=kept
+        )
+        targets = assigned(assignment, wished)
+        targets = {owner: _in_old_order(held, (before or {}).get(owner, ())) for owner, held in targets.items()}
+        tried.append(described(topology, targets, replicas=replicas))
+        if not tried[-1].unmet:
+            break
+    return min(tried, key=lambda each: shortfall(each, topology))
+
+
+def shortfall(placement: Placement, topology: Topology) -> tuple[int, ...]:
+    """Return how much a placement lacks: copies, then separations level by level, what matters most first."""
+    short = sum(not each.target for each in placement.unmet)
+    at_level = Counter(each.level for each in placement.unmet if each.target)
+    return (short, *(at_level[level] for level in (placement.level, *topology.groups_apart)))
+
+
+def _in_old_order(held: tuple[str, ...], before: Sequence[str]) -> tuple[str, ...]:
+    """Keep old targets where they were in line, so that a ring stays recognisable as one."""
+    return (*(host for host in before if host in held), *(host for host in held if host not in before))
 
 
 def check_request(
@@ -258,11 +360,10 @@ def assigned(assignment: TargetAssignment, wished: Mapping[str, Sequence[str]]) 
     return {owner: tuple(targets) for owner, targets in assignment.targets.items()}
 
 
-def describe(
-    topology: Topology, targets: Mapping[str, tuple[str, ...]], *, replicas: int, level: str, warnings: tuple[str, ...]
-) -> Placement:
+def described(topology: Topology, targets: Mapping[str, tuple[str, ...]], *, replicas: int) -> Placement:
     """Return the Placement for given targets: its groups, unmet wishes, warnings."""
-    asked = min(replicas, len(topology.hosts))
+    spread, asked = spread_level(topology, replicas), min(replicas, len(topology.hosts))
+    level, warnings = spread.level, (*spread.warnings, *topology.group_warnings(spread.level))
     short = [
         Unmet(owner, "", level, "", f"{len(held)} of {asked - 1} copies placed: no other host has room for {owner}")
         for owner, held in targets.items()
@@ -284,7 +385,7 @@ def describe(
         level=level,
         replicas=achieved,
         replicas_asked=replicas,
-        unmet=(*_repeats(targets, topology, level), *short),
+        unmet=(*_repeats(targets, topology, level), *_enclosed(targets, topology), *short),
         warnings=warnings,
     )
 
@@ -346,4 +447,16 @@ def _repeats(targets: Mapping[str, tuple[str, ...]], topology: Topology, level: 
                 name = repr(domain[target]) if domain[target] else "unlabelled"
                 why = f"{target} shares {level} {name} with {first}; no place is left in another {level}"
                 found.append(Unmet(owner, target, level, domain[target], why))
+    return found
+
+
+def _enclosed(targets: Mapping[str, tuple[str, ...]], topology: Topology) -> list[Unmet]:
+    """Return one Unmet for every owner all of whose copies lie in its own group of a level."""
+    found = []
+    for level in topology.groups_apart:
+        domain = topology.domains(level)
+        for owner, held in targets.items():
+            if held and all(domain[host] == domain[owner] for host in held):
+                why = f"all its copies are in {level} {domain[owner]}; no place is left outside"
+                found.append(Unmet(owner, held[-1], level, domain[owner], why))
     return found

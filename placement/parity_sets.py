@@ -5,9 +5,10 @@ Pure: no torch, ray, socket, clock, environment or file access. Read `recovery/p
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from placement.groups import hosts_by_domain
+from placement.groups import hosts_by_domain, swapped
 from placement.topology import Topology
 
 DATA_MIN = 2  # hosts whose bytes are in one row: of one it would be a copy
@@ -18,7 +19,8 @@ def parity_groups(topology: Topology, level: str, data_hosts: int, spare_hosts: 
 
     Every group has k + p to 2 (k + p) - 1 hosts, and with less than that many hosts they are one. Where a domain has
     more hosts than there would be groups, there are more groups, and so smaller ones; none if they would have fewer
-    than 2 + p hosts.
+    than 2 + p hosts. So too where groups of a job's ranks have more: no group of hosts has more than p of one then,
+    as far as that is found. A level of groups for which they would be too small does not count.
 
     Args:
         topology: The hosts.
@@ -36,7 +38,24 @@ def parity_groups(topology: Topology, level: str, data_hosts: int, spare_hosts: 
     groups_count = max(1, len(hosts) // (data_hosts + spare_hosts), *map(len, domains)) if hosts else 0
     if not groups_count or len(hosts) // groups_count < DATA_MIN + spare_hosts:
         return []
-    return [tuple(hosts[start::groups_count]) for start in range(groups_count)]
+    levels = [(topology.domains(level), 1)]
+    for domain in (topology.domains(each) for each in topology.groups_apart):
+        needed = max(groups_count, -(-max(Counter(domain.values()).values()) // spare_hosts))
+        if len(hosts) // needed >= DATA_MIN + spare_hosts:
+            groups_count, levels = needed, [*levels, (domain, spare_hosts)]
+    groups = [tuple(hosts[start::groups_count]) for start in range(groups_count)]
+    now, _ = swapped(groups, levels) if len(levels) > 1 else (dict(zip(hosts, hosts, strict=True)), 0)
+    return [tuple(now[host] for host in group) for group in groups]
+
+
+def crowded_groups(topology: Topology, groups: Sequence[Sequence[str]], spare_hosts: int) -> list[str]:
+    """Return the levels of groups of which one may be lost with more than p hosts of a parity set."""
+    found = []
+    for level in topology.groups:
+        domain = topology.domains(level)
+        if any(max(Counter(domain[host] for host in group).values()) > spare_hosts for group in groups):
+            found.append(level)
+    return found
 
 
 def parity_sets(

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from placement.groups import Placement, Strategy, assigned, check_request, describe, place
-from placement.target_assignment import TargetAssignment
-from placement.topology import Topology, spread_level
+from placement.groups import Placement, Strategy, check_request, place, settled, shortfall
+from placement.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,34 +61,14 @@ def rebalance(
     Complexity: O(N m log N), plus a fresh placement if something is unmet.
     Source: ours.
     """
-    copies = check_request(topology, replicas, strategy, demand_bytes)
-    spread = spread_level(topology, replicas)
+    check_request(topology, replicas, strategy, demand_bytes)
     wished = {owner: [t for t in held if t in topology.hosts] for owner, held in old.targets.items()}
-    tried = []
-    for extra in (0, 1):
-        assignment = TargetAssignment(
-            topology, level=spread.level, replicas=copies, demand_bytes=demand_bytes or {}, extra=extra
-        )
-        targets = assigned(assignment, wished)
-        targets = {owner: _in_old_order(held, old.targets.get(owner, ())) for owner, held in targets.items()}
-        tried.append(describe(topology, targets, replicas=replicas, level=spread.level, warnings=spread.warnings))
-        if not tried[-1].unmet:
-            break
-    result = min(tried, key=_shortfall)
+    result = settled(topology, wished, replicas=replicas, demand_bytes=demand_bytes, extras=(0, 1), before=old.targets)
     if result.unmet:
         fresh = place(topology, replicas=replicas, strategy=strategy, demand_bytes=demand_bytes)
-        if _shortfall(fresh) < _shortfall(result):
+        if shortfall(fresh, topology) < shortfall(result, topology):
             result = fresh
     return Rebalanced(result, _moves(old, result, topology))
-
-
-def _in_old_order(held: tuple[str, ...], before: tuple[str, ...]) -> tuple[str, ...]:
-    """Keep old targets where they were in line, so that a ring stays recognisable as one."""
-    return (*(host for host in before if host in held), *(host for host in held if host not in before))
-
-
-def _shortfall(placement: Placement) -> tuple[int, int]:
-    return (sum(not each.target for each in placement.unmet), len(placement.unmet))
 
 
 def _moves(old: Placement, new: Placement, topology: Topology) -> tuple[Move, ...]:

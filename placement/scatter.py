@@ -8,19 +8,25 @@ Pure: no torch, ray, socket, clock, environment or file access. Read README.md f
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from placement.groups import Placement, Strategy, describe, place
+from placement.groups import Placement, Strategy, described, place
 from placement.rebalance import rebalance
-from placement.topology import Host, Topology, spread_level
+from placement.topology import Host, Topology
 
 TRIES = 32  # orders of the hosts that one more placement is chosen from
 TRIES_HOSTS_MAX = 1000  # of more hosts two random placements have hardly a pair in common
 
 
 def scattered(
-    before: Placement | None, topology: Topology, *, replicas: int, strategy: Strategy = "mixed", scatter: int = 1
+    before: Placement | None,
+    topology: Topology,
+    *,
+    replicas: int,
+    strategy: Strategy = "mixed",
+    scatter: int = 1,
+    demand_bytes: Mapping[str, int] | None = None,
 ) -> Placement:
     """Return a placement, and in its `scattered` the others of the `scatter` placements of a job.
 
@@ -33,6 +39,7 @@ def scattered(
         replicas: Copies of each shard, the owner's own included.
         strategy: "mixed", "group" or "ring".
         scatter: Number of placements; 1 is `place`, or `rebalance`.
+        demand_bytes: As for `place`, of a single placement.
 
     Raises:
         ValueError: as `place`; `scatter` is below 1.
@@ -42,8 +49,15 @@ def scattered(
     """
     if scatter < 1:
         raise ValueError(f"scatter is {scatter}, must be at least 1")
+    if demand_bytes is not None and scatter > 1:
+        raise ValueError(f"scatter is {scatter}: only a single placement can go by room")
     known = (before, *before.scattered)[:scatter] if before is not None else ()
-    found = [rebalance(old, topology, replicas=replicas, strategy=strategy).placement for old in known]
+    found = [
+        rebalance(old, topology, replicas=replicas, strategy=strategy, demand_bytes=demand_bytes).placement
+        for old in known
+    ]
+    if scatter == 1 and not found:
+        return place(topology, replicas=replicas, strategy=strategy, demand_bytes=demand_bytes)
     while len(found) < scatter:
         found.append(_another(topology, found, replicas, strategy))
     return replace(found[0], scattered=tuple(found[1:]))
@@ -62,8 +76,7 @@ def _another(topology: Topology, others: list[Placement], replicas: int, strateg
             best, fewest = targets, common
         if fewest == 0:
             break
-    spread = spread_level(topology, replicas)
-    return describe(topology, best, replicas=replicas, level=spread.level, warnings=spread.warnings)
+    return described(topology, best, replicas=replicas)
 
 
 def _shuffled(topology: Topology, replicas: int, strategy: Strategy, seed: str) -> dict[str, tuple[str, ...]]:
@@ -71,7 +84,8 @@ def _shuffled(topology: Topology, replicas: int, strategy: Strategy, seed: str) 
     chance, known = random.Random(seed), topology.hosts.values()
     alias, machine = _dealt(topology.hosts, chance), _dealt((host.machine for host in known), chance)
     levels = {
-        level: _dealt((host.labels.get(level, "") for host in known), chance) for level in topology.failure_domains
+        level: _dealt((host.labels.get(level, "") for host in known), chance)
+        for level in (*topology.failure_domains, *topology.groups)
     }
     hosts = [
         Host(
@@ -84,7 +98,7 @@ def _shuffled(topology: Topology, replicas: int, strategy: Strategy, seed: str) 
         for host in known
     ]
     name = {other: host for host, other in alias.items()}
-    placed = place(Topology.of(hosts, topology.failure_domains), replicas=replicas, strategy=strategy)
+    placed = place(Topology.of(hosts, topology.failure_domains, topology.groups), replicas=replicas, strategy=strategy)
     found = {name[owner]: tuple(name[target] for target in held) for owner, held in placed.targets.items()}
     return {owner: found[owner] for owner in sorted(found)}
 

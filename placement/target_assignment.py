@@ -12,9 +12,13 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 from placement.topology import Topology, levels_of
+
+Cell = tuple[str, ...]  # the domains of a host: at the level that copies are spread over, and at each level of groups
 
 DISPLACEMENT_STEPS_MAX = 500_000  # peers and domains looked at while making room; about a second in all
 
@@ -24,10 +28,20 @@ class TargetAssignment:
 
     A host takes at most `peers_max` peers: its fair share (all copies to place, divided by the
     hosts that can hold any), rounded up, plus `extra`. With room everywhere that is `replicas - 1 + extra`.
+
+    The targets of an owner lie in distinct domains of `level`, and not all of them in its own domain of the first
+    `groups_kept` levels of groups; of the further ones only where that costs no other pair its place.
     """
 
     def __init__(
-        self, topology: Topology, *, level: str, replicas: int, demand_bytes: Mapping[str, int], extra: int = 1
+        self,
+        topology: Topology,
+        *,
+        level: str,
+        replicas: int,
+        demand_bytes: Mapping[str, int],
+        extra: int = 1,
+        groups_kept: int = 0,
     ) -> None:
         ids = sorted(topology.hosts)
         self.wanted = replicas - 1
@@ -42,13 +56,20 @@ class TargetAssignment:
         rungs = levels[levels.index(level) :]
         self._domains = [topology.domains(rung) for rung in rungs]
         self._domains.append({host: host for host in ids})  # last resort: merely another host
-        self._by_domain: dict[str, list[str]] = defaultdict(list)
+        groups = [topology.domains(each) for each in topology.groups_apart]
+        self._cells = [
+            {host: (domains[host], *(each[host] for each in groups)) for host in ids} for domains in self._domains
+        ]
+        self._by_cell: dict[Cell, list[str]] = defaultdict(list)
         for host in ids:
-            self._by_domain[self._domains[0][host]].append(host)
+            self._by_cell[self._cells[0][host]].append(host)
+        # Which levels of groups are given up, the finest first; of the first ones none.
+        self._waivers = list(product((False, True), repeat=len(groups)))
+        self._kept_waiver = tuple(at >= groups_kept for at in range(len(groups)))
         self._pools: dict[int, _Pool] = {}
         self._kept: set[tuple[str, str]] = set()
         self._steps_left = DISPLACEMENT_STEPS_MAX
-        self._hopeless: set[tuple[frozenset[str], int]] = set()
+        self._hopeless: set[tuple[object, int]] = set()
 
     def order(self) -> list[str]:
         """Return the owners in the order to serve them: largest demand first, then by id."""
@@ -58,7 +79,7 @@ class TargetAssignment:
         """Assign a pair that should stay; False if it breaks separation, balance or capacity."""
         if target == owner or len(self.targets[owner]) >= self.wanted or target in self.targets[owner]:
             return False
-        if self._domains[0][target] in self._taken(owner, 0) or not self._is_open(target):
+        if not self._is_open(target) or not self._wish(owner, 0, self._kept_waiver).allows(self._cells[0][target]):
             return False
         if not self._has_room(target, self.demand[owner]):
             return False
@@ -74,23 +95,23 @@ class TargetAssignment:
         the owner short only if no host has room.
         """
         known = [host for host in spare if host in self.targets]
-        for rung in range(len(self._domains)):
-            while len(self.targets[owner]) < self.wanted and self._assign_one(owner, rung, known):
+        for rung, waiver in product(range(len(self._domains)), self._waivers):
+            while len(self.targets[owner]) < self.wanted and self._assign_one(owner, rung, waiver, known):
                 pass
 
-    def _assign_one(self, owner: str, rung: int, spare: Sequence[str]) -> bool:
-        taken = self._taken(owner, rung)
+    def _assign_one(self, owner: str, rung: int, waiver: tuple[bool, ...], spare: Sequence[str]) -> bool:
+        wish, cells = self._wish(owner, rung, waiver), self._cells[rung]
         for host in spare:
             fits = self._is_open(host) and self._has_room(host, self.demand[owner])
-            if fits and host not in self.targets[owner] and self._domains[rung][host] not in taken:
+            if fits and host not in self.targets[owner] and wish.allows(cells[host]):
                 self._assign(owner, host)
                 self._kept.add((owner, host))
                 return True
-        best = self._pool(rung).best(taken, partial(self._is_better, owner, ()))
+        best = self._pool(rung).best(wish.allows, partial(self._is_better, owner, ()))
         if best is not None:
             self._assign(owner, best)
             return True
-        return rung == 0 and self._displace(owner)
+        return rung == 0 and waiver == self._kept_waiver and self._displace(owner)
 
     def _displace(self, owner: str) -> bool:
         """Make room for `owner` by moving peers on, along the cheapest chain of moves.
@@ -102,23 +123,23 @@ class TargetAssignment:
         Source: successive shortest paths on the owner-domain-host flow; the budget is ours.
         """
         pool = self._pool(0)
-        hopeless = (frozenset(self._taken(owner, 0)), self.demand[owner])
+        hopeless = (self._wish(owner, 0, self._kept_waiver), self.demand[owner])
         if pool.is_empty() or hopeless in self._hopeless:
             return False
         moves: dict[str, tuple[str, str]] = {}  # peer to move on -> (who gets its place, where)
         seen = {owner}
-        untried = dict(self._by_domain)
+        untried = dict(self._by_cell)
         self._steps_left -= len(untried)
         queue = deque([owner])
         while queue and self._steps_left > 0:
             mover = queue.popleft()
             lost = [host for _, host in _chain(moves, mover)]  # each takes one newcomer already
-            taken = self._taken(mover, 0, but=lost[0] if lost else "")
-            found = pool.best(taken, partial(self._is_better, mover, lost))
+            wish = self._wish(mover, 0, self._kept_waiver, but=lost[0] if lost else "")
+            found = pool.best(wish.allows, partial(self._is_better, mover, lost))
             if found is not None:
                 self._shift(owner, moves, mover, found)
                 return True
-            for host in (each for name in [n for n in untried if n not in taken] for each in untried.pop(name)):
+            for host in (each for cell in [c for c in untried if wish.allows(c)] for each in untried.pop(cell)):
                 for peer in self.peers[host]:
                     self._steps_left -= 1
                     if peer in seen or not self._has_room(host, self.demand[mover] - self.demand[peer]):
@@ -136,9 +157,16 @@ class TargetAssignment:
             mover, host = next_mover, left
         self._assign(owner, host)
 
-    def _taken(self, owner: str, rung: int, but: str = "") -> set[str]:
-        domain = self._domains[rung]
-        return {domain[owner], *(domain[host] for host in self.targets[owner] if host != but)}
+    def _wish(self, owner: str, rung: int, waiver: tuple[bool, ...], but: str = "") -> _Wish:
+        """Return where the next target of an owner may lie, if it had not the one named."""
+        cells = self._cells[rung]
+        own, held = cells[owner], [cells[host] for host in self.targets[owner] if host != but]
+        lacking = (at for at, is_waived in enumerate(waiver, 1) if not is_waived)
+        return _Wish(
+            frozenset({own[0], *(cell[0] for cell in held)}),
+            tuple((at, own[at]) for at in lacking if all(cell[at] == own[at] for cell in held)),
+            self.wanted - len(held) - 1,
+        )
 
     def _has_room(self, host: str, nbytes: int) -> bool:
         free = self._free[host]
@@ -173,7 +201,7 @@ class TargetAssignment:
 
     def _pool(self, rung: int) -> _Pool:
         if rung not in self._pools:
-            self._pools[rung] = _Pool(self._domains[rung], {host: self._load(host) for host in self.peers})
+            self._pools[rung] = _Pool(self._cells[rung], {host: self._load(host) for host in self.peers})
         return self._pools[rung]
 
 
@@ -184,22 +212,39 @@ def _chain(moves: Mapping[str, tuple[str, str]], mover: str) -> Iterable[tuple[s
         mover = moves[mover][0]
 
 
-class _Pool:
-    """Hosts with a free place, least loaded first, whole domains skipped at once.
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """Where a target may lie: in no domain that is taken, and outside the groups that all copies are in so far.
 
-    Two levels of heaps with stale entries dropped when they surface: every domain that has a
+    As many of these may wait as there are targets to follow.
+    """
+
+    taken: frozenset[str]
+    lacking: tuple[tuple[int, str], ...]  # where in a cell, and the owner's own group
+    following: int
+
+    def allows(self, cell: Cell) -> bool:
+        return cell[0] not in self.taken and (
+            len(self.lacking) <= self.following or sum(cell[at] == own for at, own in self.lacking) <= self.following
+        )
+
+
+class _Pool:
+    """Hosts with a free place, least loaded first, whole cells skipped at once.
+
+    Two levels of heaps with stale entries dropped when they surface: every cell that has a
     free place stands in `_tops` under a key no larger than its least loaded host's.
     """
 
-    def __init__(self, domain: Mapping[str, str], loads: Mapping[str, int | None]) -> None:
-        self._domain = domain
+    def __init__(self, cells: Mapping[str, Cell], loads: Mapping[str, int | None]) -> None:
+        self._cells = cells
         self._load = {host: load for host, load in loads.items() if load is not None}
-        self._heaps: dict[str, list[tuple[int, str]]] = {name: [] for name in domain.values()}
+        self._heaps: dict[Cell, list[tuple[int, str]]] = {cell: [] for cell in cells.values()}
         for host, load in self._load.items():
-            self._heaps[domain[host]].append((load, host))
+            self._heaps[cells[host]].append((load, host))
         for heap in self._heaps.values():
             heapq.heapify(heap)
-        self._tops = [(*heap[0], name) for name, heap in self._heaps.items() if heap]
+        self._tops = [(*heap[0], cell) for cell, heap in self._heaps.items() if heap]
         heapq.heapify(self._tops)
 
     def is_empty(self) -> bool:
@@ -211,25 +256,25 @@ class _Pool:
             self._load.pop(host, None)
         elif self._load.get(host) != load:
             self._load[host] = load
-            heapq.heappush(self._heaps[self._domain[host]], (load, host))
-            heapq.heappush(self._tops, (load, host, self._domain[host]))
+            heapq.heappush(self._heaps[self._cells[host]], (load, host))
+            heapq.heappush(self._tops, (load, host, self._cells[host]))
 
-    def best(self, taken: set[str], fits: Callable[[str], bool]) -> str | None:
-        """Return the least loaded host outside the `taken` domains that fits, if any."""
-        aside: dict[str, tuple[int, str, str]] = {}
+    def best(self, allows: Callable[[Cell], bool], fits: Callable[[str], bool]) -> str | None:
+        """Return the least loaded host of the cells that are allowed that fits, if any."""
+        aside: dict[Cell, tuple[int, str, Cell]] = {}
         found = None
         while self._tops and found is None:
-            load, host, name = heapq.heappop(self._tops)
-            heap = self._heaps[name]
+            load, host, cell = heapq.heappop(self._tops)
+            heap = self._heaps[cell]
             while heap and self._load.get(heap[0][1]) != heap[0][0]:
                 heapq.heappop(heap)
-            if name in aside or not heap:
+            if cell in aside or not heap:
                 continue
             if heap[0] != (load, host):
-                heapq.heappush(self._tops, (*heap[0], name))
+                heapq.heappush(self._tops, (*heap[0], cell))
                 continue
-            aside[name] = (load, host, name)
-            if name not in taken:
+            aside[cell] = (load, host, cell)
+            if allows(cell):
                 found = next((each for _, each in self._live(heap) if fits(each)), None)
         for entry in aside.values():
             heapq.heappush(self._tops, entry)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,27 +37,72 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Hosts by id plus the label levels to spread over, coarsest first."""
+    """Hosts by id plus the label levels to spread over, coarsest first.
+
+    `groups` are further levels, after those: of a job's ranks, which may be lost as one (`with_groups`).
+    """
 
     hosts: Mapping[str, Host]
     failure_domains: tuple[str, ...] = ("zone", "rack")
+    groups: tuple[str, ...] = ()
     _known: dict[str, dict[str, str]] = field(default_factory=dict, init=False, repr=False, compare=False)  # by level
 
     @classmethod
-    def of(cls, hosts: Iterable[Host], failure_domains: Iterable[str] = ("zone", "rack")) -> Topology:
+    def of(
+        cls, hosts: Iterable[Host], failure_domains: Iterable[str] = ("zone", "rack"), groups: Iterable[str] = ()
+    ) -> Topology:
         """Build a topology from hosts; a host id given twice is a ValueError."""
         table: dict[str, Host] = {}
         for host in hosts:
             if host.host_id in table:
                 raise ValueError(f"host {host.host_id!r} is listed twice in the topology")
             table[host.host_id] = host
-        return cls(table, tuple(failure_domains))
+        return cls(table, tuple(failure_domains), tuple(groups))
 
     def domains(self, level: str) -> Mapping[str, str]:
         """Return the failure domain of every host at `level`; see `domains_of_hosts`."""
         if level not in self._known:
             self._known[level] = domains_of_hosts(self.hosts.values(), level)
         return self._known[level]
+
+    @property
+    def groups_apart(self) -> tuple[str, ...]:
+        """Return the levels of groups at which any two hosts differ: of one group alone no copy can lie outside."""
+        return tuple(level for level in self.groups if len(set(self.domains(level).values())) > 1)
+
+    def group_warnings(self, level: str) -> tuple[str, ...]:
+        """Return a line for each level of groups that cannot count; copies are spread over `level` all the same."""
+        return tuple(
+            f"all {len(self.hosts)} hosts are in one {each}, so no copy can lie outside it; copies are spread over "
+            f"{level}s. Name groups of fewer hosts, or add hosts without ranks (label memstore=replica)"
+            for each in self.groups
+            if each not in self.groups_apart
+        )
+
+
+def with_groups(topology: Topology, numbers: Mapping[str, Mapping[str, Collection[int]]]) -> Topology:
+    """Return the topology with the groups of a job's ranks as further levels, in their order (R18.8).
+
+    Hosts that have ranks of one group are one domain, and a host that has ranks of several makes these one: it is lost
+    with each of them. A host without ranks is a domain of its own.
+
+    Args:
+        topology: The hosts.
+        numbers: By the name of a level and by host: the groups that ranks there are in.
+    """
+    levels = {level: dict[str, str]() for level in numbers}
+    for level, by_host in numbers.items():
+        rows = [
+            Host(host.host_id, {level: label}, host.machine, host.is_explicit)
+            for host in topology.hosts.values()
+            for label in (*map(str, by_host.get(host.host_id, ())),) or (f"none, on {host.host_id}",)
+        ]
+        levels[level] = domains_of_hosts(rows, level)
+    hosts = (
+        replace(host, labels={**host.labels, **{level: names[host.host_id] for level, names in levels.items()}})
+        for host in topology.hosts.values()
+    )
+    return Topology.of(hosts, topology.failure_domains, levels)
 
 
 def domains_of_hosts(hosts: Iterable[Host], level: str) -> dict[str, str]:

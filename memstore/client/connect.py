@@ -16,8 +16,8 @@ from memstore.admin.stores import others_here
 from memstore.client.rehearsal import FirstRehearsal, target_of
 from memstore.client.store import Store
 from memstore.client.store_start import StoreStart, begin_start
-from memstore.config import Config, check_config, check_given_whole, check_name, plain
-from memstore.core.wire.calls import InPlace, Join
+from memstore.config import Config, check_config, check_given_whole, check_name, check_whole, plain
+from memstore.core.wire.calls import GROUPS_MAX, InPlace, Join
 from memstore.core.wire.rank_messages import Welcome
 from memstore.core.wire.replies import Joined
 from memstore.errors import ConfigError, JobBusyError, MemstoreError, PeerUnreachable, TransportError
@@ -134,6 +134,7 @@ def _join(
     fresh: bool,
     takeover: bool,
     shard: tuple[int | None, int | None],
+    groups: dict[str, int],
 ) -> Join:
     return Join(
         job=job,
@@ -150,6 +151,7 @@ def _join(
         shards=shard[1],
         limit_s=0.0,
         in_place=_in_place_now(launch),
+        groups=groups,
     )
 
 
@@ -166,6 +168,7 @@ def connect(
     shard_rank: int | None = None,
     shard_count: int | None = None,
     rehearse: Callable[[], Any] | str | None = None,
+    groups: Mapping[str, int] | None = None,
 ) -> Store:
     """Join a job as one rank; collective: returns when all ranks of the launch are there (R20).
 
@@ -182,6 +185,9 @@ def connect(
         shard_count: How many shards there are: 1 for data parallelism; for HSDP the size of the FSDP group.
         rehearse: As `build` of Store.rehearse: rank 0 asks a fresh process, beside the training, whether it would take
             the first step that was put, and logs what would not come back. It builds the state once more in memory.
+        groups: The groups that this rank is in, each of which may be lost as one, such as {"pp": 3} for a pipeline that
+            is evicted whole: no copies of a shard all lie within one of them if it can be helped. The one that matters
+            most comes first, after `failure_domains`. All ranks name the same ones, or none.
 
     Raises:
         ConfigError, JobBusyError, FencedError, GatherTimeout, PeerUnreachable: see docs/operate/troubleshooting.md.
@@ -189,6 +195,7 @@ def connect(
     config = check_config(config)
     check_name("job", job)
     shard_rank, shard_count = check_shard(shard_rank, shard_count)
+    groups = check_groups(groups)
     rehearsal = _asked_rehearsal(job, rehearse, shard_count)
     deadline_s = time.monotonic() + config.connect_timeout_s  # of all that follows
     launch = detect_launch(rank, world_size, attempt, env=os.environ, timeout_s=config.connect_timeout_s)
@@ -196,7 +203,7 @@ def connect(
     link = open_link(config, launch, address=address, nonce=nonce, job=job, deadline_s=deadline_s)
     try:
         config = fitted_to_store(config, link.welcome)
-        request = _join(launch, job, nonce, config, fresh, takeover, (shard_rank, shard_count))
+        request = _join(launch, job, nonce, config, fresh, takeover, (shard_rank, shard_count), groups)
         joined = _joined(link, request, deadline_s)
         if launch.rank == 0:
             _say_what_lacks(config, job)
@@ -282,6 +289,21 @@ def check_shard(shard_rank: int | None, shard_count: int | None) -> tuple[int | 
             value=repr(shard_rank),
         )
     return rank, count
+
+
+def check_groups(groups: Mapping[str, int] | None) -> dict[str, int]:
+    """Return the groups as plain ints by name; ConfigError for what cannot name groups of ranks."""
+    if groups is None:
+        return {}
+    if not isinstance(groups, Mapping) or len(groups) > GROUPS_MAX:
+        said = f"{len(groups)} kinds" if isinstance(groups, Mapping) else repr(groups)[:40]
+        raise ConfigError(
+            f"groups={said}: name at most {GROUPS_MAX} kinds of groups and this rank's number in each, such as "
+            '{"pp": 3}; only those that are lost as one count',
+            field="groups",
+            value=said,
+        )
+    return {check_name("groups", name): check_whole(f"groups[{name!r}]", number) for name, number in groups.items()}
 
 
 def fitted_to_store(config: Config, welcome: Welcome) -> Config:

@@ -66,9 +66,9 @@ def shorter(state: ClusterState, fact: f.Fact) -> f.Fact:
         return fact
     if job.newest_commit(newest.attempt_number) < 0 or job.newest_commit(fact.attempt) >= 0:
         return fact
-    attempt.needs = {}
+    attempt.needs, attempt.groups = {}, {}
     attempt.place({})
-    return structs.replace(fact, nonces=f.kept_by((), ()), hosts=(), shard_of=(), writers=())
+    return structs.replace(fact, nonces=f.kept_by((), ()), hosts=(), shard_of=(), writers=(), groups={})
 
 
 def is_needed(state: ClusterState, fact: f.Fact) -> bool:
@@ -365,6 +365,7 @@ class Reservations:
         if not attempt.has_put:
             self.retention.free_unrestorable(job)
             attempt.parity_sets = attempt.parity_sets or self.view.parity_sets(job, attempt, active.ordered)
+            self.view.fit(job, attempt)
         active.waits, active.number = self.order(job, attempt), self.orders_count
         self._finish(job, active)
 

@@ -104,11 +104,12 @@ class CommitRule:
             shard = ShardId(job.name, self.step.attempt, self.step.step, rank)
             refused = {h: job.refusals[shard, h] for h in wanted if (shard, h) in job.refusals}
         have = {domains[h] for h in hosts}
-        need = {
-            domains[h] for h in wanted if h in domains and (h in hosts or (h not in refused and h not in self.full))
-        }
-        if len(have) < max(len(need), self.min_copies):
+        awaited = [h for h in wanted if h in domains and (h in hosts or (h not in refused and h not in self.full))]
+        if len(have) < max(len({domains[h] for h in awaited}), self.min_copies):
             return None
+        for group in job.group_domains:  # all in one group, and a copy outside of it is to come (R18.8)
+            if len({group.get(h, h) for h in hosts}) == 1 < len({group.get(h, h) for h in awaited}):
+                return None
         reasons = [f"{host}: {why}" for host, why in refused.items()]
         if len(have) < self.replicas:
             reasons.insert(0, f"rank {rank} has {len(have)} of {self.replicas} copies")

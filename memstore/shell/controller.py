@@ -410,6 +410,7 @@ class Controller:
             wall_offset_s=time.time() - now,
             rules=Rules(
                 failure_domains=config.failure_domains,
+                chunk_bytes=config.chunk_bytes,
                 suspect_after_s=config.suspect_after_s,
                 dead_after_s=config.dead_after_s,
                 recovery_grace_s=config.recovery_grace_s,

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from msgpack import unpackb
-from msgspec import NODEFAULT
 from msgspec.structs import fields
 
 from memstore.core.report.event_kinds import event_fields
@@ -38,7 +37,7 @@ def request_of(tag: str, who: Mapping[str, Any], **said: Any) -> RankCall:
         said: All other fields.
     """
     kind = KINDS[tag]
-    known = {field.name: field.default is NODEFAULT for field in fields(kind)}
+    known = {field.name: field.required for field in fields(kind)}
     given = {**{name: value for name, value in who.items() if name in known}, **said}
     unsaid = {name: UNSAID[name] for name, is_required in known.items() if is_required and name not in given}
     return decode_call(encode(kind(**unsaid, **given)))

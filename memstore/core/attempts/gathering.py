@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from memstore.core.cluster.job import Attempt, Call, Replies
+from memstore.core.cluster.text import ranks_text
 from memstore.core.wire.calls import InPlace, Join, Rewind
 from recovery.inventory import StepId
 
@@ -28,6 +29,7 @@ class Entrant:
     in_place: InPlace | None = None
     limit_s: float = 0.0  # how long it waits from its question on: what is left of its connect(), or its attempt's
     is_gone: bool = False  # it died before its attempt opened
+    groups: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def question(self) -> tuple[str, str | None]:
@@ -51,6 +53,7 @@ def joining(call: Call[Join]) -> Entrant:
         asked.fresh,
         asked.in_place,
         asked.limit_s,
+        groups=asked.groups,
     )
 
 
@@ -69,7 +72,21 @@ def rewinding(call: Call[Rewind], attempt: Attempt) -> Entrant:
         shard,
         max(attempt.shard_of) + 1 if attempt.shard_of else None,
         limit_s=float(attempt.config["connect_timeout_s"]),
+        groups={name: numbers[asked.rank] for name, numbers in attempt.groups.items()},
     )
+
+
+def groups_refusal(name: str, named: Sequence[Mapping[str, int]]) -> str | None:
+    """Say why the ranks of a launch, in order, do not all name the same groups, or None (R18.8)."""
+    by_names: dict[str, list[int]] = {}
+    for rank, groups in enumerate(named):
+        by_names.setdefault(", ".join(sorted(groups)) or "none", []).append(rank)
+    if len(by_names) < 2:
+        return None
+    said = "; ".join(
+        f"{ranks_text(ranks)} {'names' if len(ranks) == 1 else 'name'} {n}" for n, ranks in by_names.items()
+    )
+    return f"job {name!r}: all ranks must name the same groups in connect(groups=), or all of them none: {said}"
 
 
 class Entrants(dict[int, Entrant]):

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import replace
 
-from memstore.core.attempts.gathering import Entrant, Gathering, joining
+from memstore.core.attempts.gathering import Entrant, Gathering, groups_refusal, joining
 from memstore.core.attempts.in_place import newer_number, recovery_before, run_of
 from memstore.core.cluster.collective import gather_timeout, job_removed, missing_ranks
 from memstore.core.cluster.effects import AttemptBegun, AttemptUnfenced, Effects, RankGone
 from memstore.core.cluster.facts import AttemptClosed, AttemptOpened, RestoreDecided, kept_by
-from memstore.core.cluster.job import Attempt, AttemptMember, Call, Job
+from memstore.core.cluster.job import Attempt, AttemptMember, Call, Job, group_numbers, group_runs
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import listed, named_hosts, plural
 from memstore.core.durable.markers import DurableMarkers
@@ -152,10 +152,13 @@ class Attempts:
         return is_same_launch and is_untouched and request.world_size == attempt.world_size
 
     def _contradiction(self, name: str, attempt: Attempt, request: Join) -> str:
-        """Return why the process that takes a rank's place may not name its shard, or "" (R34)."""
+        """Return why the process that takes a rank's place may not name its shard or groups, or "" (R34)."""
         rank = request.rank
         before = (attempt.shard_of[rank], max(attempt.shard_of) + 1) if attempt.shard_of else (None, None)
         said = (request.shard, request.shards)
+        groups = {key: numbers[rank] for key, numbers in attempt.groups.items()}
+        if groups != request.groups:
+            return f"job {name!r}: rank {rank} is in groups {groups}; who takes its place names {request.groups}"
         if said == before:
             return ""
         return f"job {name!r}: rank {rank} named shard {before[0]} of {before[1]}; who takes its place names {said}"
@@ -234,9 +237,9 @@ class Attempts:
             self.out.refuse(replaced.call, "FencedError", f"job {name!r}: a newer process joined as rank {rank}")
         gathering.joins[rank] = entrant
         if len(gathering.joins) == world_size:
-            refusal = self.view.shared_shards.refusal(
-                name, [(gathering.joins[r].shard, gathering.joins[r].shards) for r in range(world_size)]
-            )
+            joins = [gathering.joins[rank] for rank in range(world_size)]
+            refusal = groups_refusal(name, [entrant.groups for entrant in joins])
+            refusal = refusal or self.view.shared_shards.refusal(name, [(e.shard, e.shards) for e in joins])
             if refusal is not None:
                 self.dismiss(name, "ConfigError", refusal)
             else:
@@ -358,6 +361,7 @@ class Attempts:
                 wall_s=self.state.wall_s,
                 shard_of=tuple(e.shard for e in joins if e.shard is not None) if first.shards is not None else (),
                 generation=first.in_place.generation if first.in_place is not None else 0,
+                groups={key: group_runs(entrant.groups[key] for entrant in joins) for key in first.groups},
             )
         )
         self.journal.record(opened)
@@ -398,6 +402,7 @@ class Attempts:
             writers=fact.writers,
             opened_s=fact.wall_s,
             generation=fact.generation,
+            groups=group_numbers(fact.groups),
             recovery=recovery_before(fact, job, joined),
         )
         job.attempts[fact.attempt] = attempt

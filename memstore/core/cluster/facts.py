@@ -165,6 +165,7 @@ class AttemptOpened(FactBase, frozen=True):
     shard_of: tuple[int, ...] = ()  # by rank: the shard whose state it holds, as others do; empty: all have their own
     writers: tuple[int, ...] = ()  # ranks that copy what their shard's ranks share (R34)
     generation: int = 0  # of recovery in place: its launch kept the processes that were left (R20)
+    groups: Mapping[str, tuple[tuple[int, int], ...]] = {}  # by name and rank: group, ranks in a row in it (R18.8)
 
 
 class RestoreDecided(FactBase, frozen=True):

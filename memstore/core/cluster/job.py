@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, zip_longest
+from itertools import chain, groupby, repeat, zip_longest
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from memstore.core.cluster.facts import (
@@ -188,6 +188,7 @@ class Attempt:
     shard_of: tuple[int, ...] = ()  # by rank: as in AttemptOpened
     writers: tuple[int, ...] = ()
     generation: int = 0  # of recovery in place; 0: an ordinary launch
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by name and rank (R18.8)
     recovery: Recovery | None = None  # before it, if this controller has seen it
     opened_s: float | None = None  # wall clock
     reported_step: int = -1  # newest that a host said is trained, put or not
@@ -274,7 +275,37 @@ class Attempt:
             self.shard_of,
             self.writers,
             self.generation,
+            {name: group_runs(numbers) for name, numbers in self.groups.items()},
         )
+
+    def group_levels(self) -> dict[str, dict[str, set[int]]]:
+        """Return, by level of placement and by host, the groups that ranks there are in."""
+        hosts = [self.members[rank].host_id for rank in range(self.world_size)] if self.groups else []
+        return group_levels(self.groups, hosts)
+
+
+def group_runs(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Return the groups of ranks in order as [group, ranks in a row in it].
+
+    >>> group_runs([0, 0, 1])
+    ((0, 2), (1, 1))
+    """
+    return tuple((number, sum(1 for _ in row)) for number, row in groupby(numbers))
+
+
+def group_numbers(runs: Mapping[str, Iterable[tuple[int, int]]]) -> dict[str, tuple[int, ...]]:
+    """Return the groups by name and rank, of what `group_runs` has made."""
+    return {name: tuple(n for number, count in rows for n in repeat(number, count)) for name, rows in runs.items()}
+
+
+def group_levels(groups: Mapping[str, Sequence[int]], hosts: Sequence[str]) -> dict[str, dict[str, set[int]]]:
+    """Return, by level of placement and by host, the groups of the ranks there; both arguments are by rank."""
+    found: dict[str, dict[str, set[int]]] = {}
+    for name, numbers in groups.items():
+        by_host = found[f"{name} group"] = {}
+        for host, number in zip(hosts, numbers, strict=False):
+            by_host.setdefault(host, set()).add(number)
+    return found
 
 
 Q_co = TypeVar("Q_co", bound=Request[Any], covariant=True)
@@ -350,6 +381,9 @@ class Job:
     lease_room: LeaseRoom = LeaseRoom()
     lease_used_s: float = 0.0  # when a leased step was let go of last
     placement: Placement | None = None
+    #: Of that placement, by level: the group of ranks that a host is in. No copies lie all in one if it can be helped.
+    group_domains: list[Mapping[str, str]] = field(default_factory=list)
+    groups_said: list[str] = field(default_factory=list)  # what is logged of them
     # the last one that copies were moved for: the next moves as little from it as can be
     last_copied_placement: Placement | None = None
     # draining host -> the host whose targets its ranks use

@@ -57,6 +57,7 @@ class Rules:
     job_defaults: Mapping[str, Any] = field(default_factory=dict)  # shown only: ranks ask for them as they join
     gcs_storage: str = ""  # shown only: where Ray's head keeps its tables
     failure_domains: tuple[str, ...] = ("zone", "rack")
+    chunk_bytes: int = 0  # 0: not known, and no placement goes by the memory of hosts
     suspect_after_s: float = 1.5
     dead_after_s: float = 5.0
     recovery_grace_s: float = 30.0

@@ -182,7 +182,7 @@ def survival(
         (frozenset((copy.host, copy.missing) for copy in copies), (parity or {}).get(rank) and rank): rank
         for rank, copies in enumerate(shards)
     }.values()
-    for level in levels_of(topology.failure_domains):
+    for level in (*levels_of(topology.failure_domains)[:-1], *topology.groups, HOST_LEVEL):
         if level != HOST_LEVEL and not any(host.domain(level) for host in topology.hosts.values()):
             continue
         least, fatal = len(topology.hosts), set()

@@ -240,14 +240,14 @@ class StatusReport:
                 when,
                 fewest_copies(self.state, job, step),
                 self.watch.short_shards(job),
-                self._survives(job, step),
+                self._survives(job, attempt, step),
                 survival_rows(job, self.state.hosts.live_ids(), attempt.replicas + 1),
                 held_for(rank_hosts, job.copies.get(step, {}), self.state.hosts.states),
                 held_for(rank_hosts, job.in_parity(step), self.state.hosts.states),
             )
         return known
 
-    def _survives(self, job: Job, step: StepId) -> list[SurvivalRow]:
+    def _survives(self, job: Job, attempt: Attempt, step: StepId) -> list[SurvivalRow]:
         """Return how many failure domains of each level may be lost while every shard of the step keeps a copy."""
         commit, ranks = job.commits[step], job.copies.get(step, {})
         shards = [
@@ -256,7 +256,7 @@ class StatusReport:
         ]
         sets = job.parity_sets(step)
         parity = {rank: (job.parity_copies(step, rank), job.parity_members(step, rank)) for rank in sets}
-        return survival(shards, self.state.hosts.topology(self.state.hosts.live_ids()), parity)
+        return survival(shards, self.view.topology(attempt, self.state.hosts.live_ids()), parity)
 
     def _job(self, job: Job) -> JobRow:
         known = steps_of(self.state, self.states, job)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import AttemptOpened
-from memstore.core.cluster.job import Attempt, Call, Job
+from memstore.core.cluster.job import Attempt, Call, Job, group_levels, group_numbers
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import listed, plural, ranks_text
 from memstore.core.wire.calls import ReportDiffering
@@ -21,7 +21,7 @@ from memstore.core.wire.orders import RankTargets
 from memstore.core.wire.replies import Noted, SharedShardPlace
 from memstore.core.wire.status_rows import DifferingRow
 from placement.groups import Placement
-from placement.topology import Topology, spread_level
+from placement.topology import Topology, spread_level, with_groups
 
 # -- writers ------------------------------------------------------------------------------------------
 # Which ranks copy where several hold equal state: as many as there are to be copies, none in another's domain.
@@ -40,7 +40,7 @@ def choose_writers(
 
     Of every shard as many as can sit in distinct domains, at most `replicas`. Which of several hosts is a matter of
     load: the one with the fewest writers so far, then the lowest rank, so that a host with ranks of many shards copies
-    no more of them than its neighbours.
+    no more of them than its neighbours. The last one of a shard is outside a group that all others are in, if one can.
 
     Args:
         shard_of: By rank: the number of the shard whose state it holds.
@@ -56,11 +56,11 @@ def choose_writers(
     Raises:
         ValueError: `replicas` below 1, or not one host for every rank.
 
-    Complexity: O(ranks log ranks).
+    Complexity: O(ranks x replicas).
     """
     if replicas < 1 or len(shard_of) != len(hosts):
         raise ValueError(f"{len(shard_of)} ranks on {len(hosts)} hosts with {replicas} replicas")
-    domains = topology.domains(level)
+    domains, groups = topology.domains(level), [topology.domains(each) for each in topology.groups_apart]
     members: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, shard in enumerate(shard_of):
         known = domains.get(hosts[rank])
@@ -73,10 +73,19 @@ def choose_writers(
 
     chosen: list[int] = []
     for shard in sorted(members):
-        nearest = sorted(min(ranks, key=cost) for ranks in members[shard].values())
-        for rank in sorted(nearest, key=cost)[:replicas]:
-            load[hosts[rank]] += 1
-            chosen.append(rank)
+        left, found, count = members[shard], list[int](), min(replicas, len(members[shard]))
+        while len(found) < count:
+            near = groups if len(found) == count - 1 else ()
+            near = [group for group in near if len({group.get(hosts[rank]) for rank in found}) == 1]
+            _, (*_, rank), domain = min(
+                ([group.get(hosts[rank]) == group.get(hosts[found[0]]) for group in near], cost(rank), domain)
+                for domain, ranks in left.items()
+                for rank in ranks
+            )
+            found.append(rank)
+            del left[domain]
+        load.update(hosts[rank] for rank in found)
+        chosen += found
     return tuple(sorted(chosen))
 
 
@@ -152,6 +161,7 @@ class SharedShards:
         """Return the ranks that copy, for the hosts that the ranks of the attempt are on."""
         hosts, replicas = self.state.hosts, int(fact.config["replicas"])
         topology = hosts.topology(hosts.live_ids())
+        topology = with_groups(topology, group_levels(group_numbers(fact.groups), fact.hosts))
         level = spread_level(topology, replicas, among=eligible).level
         leaving = {host for host in set(fact.hosts) if self.state.is_draining(host)}
         return choose_writers(fact.shard_of, fact.hosts, topology, level=level, replicas=replicas, avoid=leaving)
@@ -191,6 +201,13 @@ class SharedShards:
             if domain not in covered and len(found) < attempt.replicas - 1:
                 covered.add(domain)
                 found.append(host)
+        covered -= {routes.domains.get(host, host) for host in found[-1:]}
+        near = [each for each in job.group_domains if found and len({each.get(h, h) for h in (owner, *found)}) == 1]
+        for host in others if near else ():  # all in one group: the last of them gives way to one outside (R18.8)
+            is_outside = all(each.get(host, host) != each.get(owner, owner) for each in near)
+            if is_outside and routes.domains.get(host, host) not in covered:
+                found[-1] = host
+                break
         rest = [host for host in others if host not in found]  # a copy in a domain that has one is better than none
         return [*found, *rest[: max(0, len(others) - len(found))]]
 

@@ -6,7 +6,10 @@ these hosts, `repair.py` for how copies get there.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace as replace_host
+from functools import partial
 from typing import cast
 
 from msgspec.structs import replace
@@ -15,14 +18,16 @@ from memstore.core.cluster.effects import Effects, SentOrders
 from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState
+from memstore.core.cluster.step_lookup import versions_count
+from memstore.core.cluster.text import named_hosts
 from memstore.core.targets.drain import Drains
 from memstore.core.targets.shared_shards import SharedShards
 from memstore.core.wire.orders import HostAddress, HostNews, PushTargets, RankTargets
 from memstore.core.wire.peer_messages import ShardHost
 from placement.groups import Placement, Strategy
-from placement.parity_sets import parity_groups, parity_sets
+from placement.parity_sets import crowded_groups, parity_groups, parity_sets
 from placement.scatter import scattered
-from placement.topology import levels_of, spread_level
+from placement.topology import Topology, levels_of, spread_level, with_groups
 from recovery.inventory import StepId
 from recovery.parity import ParitySet
 from recovery.planner import RecoveryPlan
@@ -130,12 +135,68 @@ class ClusterView:
             hosts = self.eligible_hosts(rank_hosts, attempt.replicas, prefer=prefer, level_asked=attempt.level_asked)
             if not hosts:
                 return None
-            topology = self.state.hosts.topology(sorted(hosts))
+            topology = self.topology(attempt, hosts)
             strategy = cast(Strategy, str(attempt.config["placement"]))
-            job.placement = scattered(
-                before, topology, replicas=attempt.replicas, strategy=strategy, scatter=attempt.scatter
-            )
+            place = partial(scattered, before, replicas=attempt.replicas, strategy=strategy, scatter=attempt.scatter)
+            job.placement = place(topology)
+            if (limited := self._with_limits(job, attempt, topology, job.placement)) is not None:
+                by_room = place(limited[0], demand_bytes=limited[1])
+                if all(each.target for each in by_room.unmet):  # else the hosts say with numbers what lacks
+                    job.placement = by_room
+            job.group_domains = [topology.domains(level) for level in topology.groups_apart]
+            self._say_groups(job, topology, job.placement)
         return job.placement
+
+    def _with_limits(
+        self, job: Job, attempt: Attempt, topology: Topology, placed: Placement
+    ) -> tuple[Topology, dict[str, int]] | None:
+        """Return the hosts with their room for copies, and what those take by owner, if a host has less than it gets.
+
+        None also while the ranks' needs are not known, and where copies are not those of placement alone. What other
+        jobs have claimed is not looked at: their hosts refuse with numbers.
+        """
+        is_plain = attempt.scatter == 1 and not attempt.shard_of and not attempt.parity_sets
+        if not self.state.rules.chunk_bytes or len(attempt.needs) < attempt.world_size or not is_plain:
+            return None
+        own, hosts = Counter[str](), self.state.hosts.states
+        for rank, member in attempt.members.items():
+            own[member.host_id] += attempt.needs[rank] * versions_count(job, attempt) * self.state.rules.chunk_bytes
+        limits = {host: hosts[host].info.limit_bytes for host in topology.hosts}
+        free = {host: max(0, limit - own[host]) for host, limit in limits.items() if limit}
+        taken = Counter[str]()
+        for owner, held in placed.targets.items():
+            taken.update(dict.fromkeys(held, own[owner]))
+        if all(nbytes <= free.get(host, nbytes) for host, nbytes in taken.items()):
+            return None
+        limited = (replace_host(host, capacity_bytes=free.get(host.host_id)) for host in topology.hosts.values())
+        return Topology.of(limited, topology.failure_domains, topology.groups), own
+
+    def fit(self, job: Job, attempt: Attempt) -> None:
+        """Give hosts with less memory fewer copies, now that the needs of all ranks are known (R10)."""
+        placement = self.placement(job)
+        if placement is not None and self._with_limits(
+            job, attempt, self.topology(attempt, placement.targets), placement
+        ):
+            job.placement = None
+            if self.placement(job) != placement:
+                self.send_targets(job)
+
+    def topology(self, attempt: Attempt, hosts: Iterable[str]) -> Topology:
+        """Return some hosts with their domains, the groups of the attempt's ranks among them (R18.8)."""
+        found = self.state.hosts.topology(sorted(hosts))
+        return with_groups(found, attempt.group_levels()) if attempt.groups else found
+
+    def _say_groups(self, job: Job, topology: Topology, placed: Placement) -> None:
+        """Log, when it changes, which groups of ranks have all copies of a shard within them, and why."""
+        enclosed = [each for one in placed.placements for each in one.unmet if each.level in topology.groups]
+        said = [*topology.group_warnings(placed.level)]
+        for level in dict.fromkeys(each.level for each in enclosed):
+            owners = sorted({each.owner for each in enclosed if each.level == level})
+            why = next(each.why for each in enclosed if each.level == level)
+            said.append(f"{named_hosts(owners)}: {why}. Losing that {level} as one would lose steps")
+        for text in said if said != job.groups_said else ():
+            self.out.log(f"job {job.name!r}: {text}", "warning")
+        job.groups_said = said
 
     def owner_host(self, job: Job, attempt: Attempt, rank: int) -> str:
         """Return the host whose targets a rank's copies follow: its own, or a live holder's if that is dead."""
@@ -185,7 +246,11 @@ class ClusterView:
         for rank, member in attempt.members.items():
             ranks_of.setdefault(member.host_id, []).append(rank)
         spare = attempt.replicas - 1
-        groups = parity_groups(self.state.hosts.topology(sorted(ranks_of)), placement.level, attempt.parity, spare)
+        topology = self.topology(attempt, ranks_of)
+        groups = parity_groups(topology, placement.level, attempt.parity, spare)
+        for level in crowded_groups(topology, groups, spare):
+            why = f"there are too few or too large ones to keep parity that survives the loss of one {level}"
+            self.out.log(f"job {job.name!r}: {why}", "warning")
         found = [ranks for ranks in parity_sets(groups, ranks_of, spare) if max(needs[rank] for rank in ranks) > 1]
         return {rank: ParitySet(ranks, spare) for ranks in found for rank in ranks}
 

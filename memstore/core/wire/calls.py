@@ -5,7 +5,10 @@ They travel through the holder of the rank's host, which asks again if a control
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Generic, TypeVar
+
+from msgspec import Meta
 
 from memstore.core.wire.codec import Decoder, Message, Part, Request, Row, Setting
 from memstore.core.wire.ids import Name, Positive, Seconds, Unsigned
@@ -35,6 +38,7 @@ from memstore.core.wire.replies import (
 from memstore.core.wire.status_rows import Cause
 
 R = TypeVar("R")
+GROUPS_MAX = 4  # kinds of groups that one rank names: each is one more level that all copies are placed by
 
 # -- ranks --------------------------------------------------------------------------------------------
 
@@ -89,6 +93,8 @@ class Join(Request[Joined], frozen=True, tag="join"):
     limit_s: float
     in_place: InPlace | None = None
     """The launch replaces ranks that were lost, and keeps the processes of the others; None: an ordinary one."""
+    groups: Annotated[Mapping[Name, Unsigned], Meta(max_length=GROUPS_MAX)] = {}
+    """By name: the number of the group that the rank is in, which may be lost as one (R18.8)."""
 
 
 class RankRequest(Request[R], Generic[R], frozen=True, kw_only=True):

@@ -14,7 +14,8 @@ from memstore.testing.ranks.rank_process import RankNursery, RankProcess, togeth
 class Fleet:
     """The launches of one job.
 
-    `kib` is twice what each rank puts, or one number for each; `job_fields` are fields of Config, such as replicas.
+    `kib` is twice what each rank puts, or one number for each; `pipelines` has the one that each rank is in;
+    `job_fields` are fields of Config, such as replicas.
     """
 
     def __init__(
@@ -25,9 +26,11 @@ class Fleet:
         job: str = "train",
         seed: int = 1,
         kib: int | Sequence[int] = 256,
+        pipelines: Sequence[int] = (),
         **job_fields: Any,
     ) -> None:
         self.cluster, self.nursery, self.job, self.seed, self.kib = cluster, nursery, job, seed, kib
+        self.pipelines = pipelines
         self.config = {**asdict(cluster.config), "connect_timeout_s": 20.0, **job_fields}
 
     def spawn(self, hosts: Sequence[str], **env: str) -> list[RankProcess]:
@@ -55,6 +58,7 @@ class Fleet:
             "config": self.config,
             "seed": self.seed,
             "nbytes": 512 * (self.kib if isinstance(self.kib, int) else self.kib[rank]),
+            **({"groups": {"pp": self.pipelines[rank]}} if self.pipelines else {}),
             **options,
         }
 

@@ -49,6 +49,25 @@ def test_scattered_ranks_of_a_lost_host_come_back_from_two(tmp_path: Path, nurse
         assert not together(ranks, "train", first=3, last=5)[0]["degraded"]
 
 
+@pytest.mark.parametrize("lost", [("h2", "h3"), *later(("h0", "h1"))])
+def test_a_whole_pipeline_that_is_evicted_costs_nothing(
+    tmp_path: Path, nursery: RankNursery, lost: tuple[str, str]
+) -> None:
+    """Both hosts of a pipeline, which lie in two racks, go at once: the other one has every shard in RAM (R18.8)."""
+    labels = {f"h{at}": {"rack": f"r{at % 2}"} for at in range(4)}
+    with ProcessCluster(tmp_path, labels) as cluster:
+        fleet = Fleet(cluster, nursery, pipelines=[0, 0, 1, 1], kib=70)
+        ranks = fleet.begin(list(labels), last_step=2)
+        assert {row["level"]: row["tolerated"] for row in cluster.job("train")["survives"]}["pp group"] == 1
+        fleet.kill(ranks)
+        for host in lost:
+            cluster.lose_host(host)
+        left = [host for host in labels if host not in lost]
+        _, got = fleet.resume([*left, *left])
+        assert (got["step"], got["steps_lost"]) == (2, 0)
+        assert got["bytes_by_tier"]["peer"] > 0
+
+
 @pytest.mark.parametrize("replicas", [3, *later(2)])
 @pytest.mark.parametrize("hosts_count", [5, *later(3, 7)])
 def test_losing_replicas_less_one_hosts_costs_nothing(

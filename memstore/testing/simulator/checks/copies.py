@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 
@@ -165,7 +167,25 @@ class Redundancy:
                 return f"rank {rank} of {step} is on {have}, wanted {wanted} hosts"
             if self._is_even() and len(racks_of(self.world, have)) < self._racks_wanted(trusted):
                 return f"rank {rank} of {step} is on {have}, all in {racks_of(self.world, have)}"
+            if len(have) > 1 and len(trusted) == len(self.world.holders) and self._are_in_one_group(have):
+                return f"rank {rank} of {step} is on {have}, all in one group"
         return ""
+
+    def _are_in_one_group(self, have: list[str]) -> bool:
+        """Say whether copies are all in one group of ranks, where they could all be placed otherwise (R18.8)."""
+        scenario, by_host = self.world.scenario, dict[str, set[int]]()
+        for rank in self.world.ranks if scenario.groups else ():
+            by_host.setdefault(rank.host_id, set()).update(scenario.groups_of(rank.rank).values())
+        group = {host: frozenset(numbers) for host, numbers in by_host.items()}
+        for _ in group:  # a host with ranks of two groups makes them one
+            group = {
+                h: frozenset().union(*(each for each in group.values() if each & mine)) for h, mine in group.items()
+            }
+        if len({group.get(host, host) for host in have}) > 1:
+            return False
+        is_rack_owed = scenario.racks_wanted > 1 and self._is_even()
+        racks = {h: self.world.holders[h].info.labels.get("rack", "") if is_rack_owed else h for h in group}
+        return _can_be_apart(tuple((racks[h], group[h]) for h in sorted(group)), scenario.replicas)
 
     def _racks_wanted(self, trusted: list[str]) -> int:
         return min(self.world.scenario.racks_wanted, len(racks_of(self.world, trusted)))
@@ -248,6 +268,30 @@ class Redundancy:
             if lacking := "" if is_excused else self.lacking(step):
                 return lacking
         return ""
+
+
+@functools.lru_cache(256)
+def _can_be_apart(hosts: tuple[tuple[str, frozenset[int]], ...], replicas: int) -> bool:
+    """Say whether copies can lie in distinct racks, never all in one group, each host with as many: all are tried."""
+    choices = [
+        [
+            targets
+            for targets in itertools.combinations(range(len(hosts)), replicas - 1)
+            if len({hosts[at][0] for at in (owner, *targets)}) == replicas
+            and len({hosts[at][1] for at in (owner, *targets)}) > 1
+        ]
+        for owner in range(len(hosts))
+    ]
+
+    def is_possible(owner: int, loads: tuple[int, ...]) -> bool:
+        if max(loads, default=0) >= replicas:
+            return False
+        return owner == len(hosts) or any(
+            is_possible(owner + 1, tuple(load + (at in targets) for at, load in enumerate(loads)))
+            for targets in choices[owner]
+        )
+
+    return is_possible(0, (0,) * len(hosts))
 
 
 # -- drops --------------------------------------------------------------------------------------------

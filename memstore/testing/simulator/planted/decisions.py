@@ -108,6 +108,12 @@ def one_rack() -> Iterator[None]:
         yield
 
 
+@planted("groups-ignored", "R18", "R29 I16", hosts=4, racks=2, groups=2, world_size=4, at=(targets, "with_groups"))
+def groups_ignored(real: Any, topology: Any, numbers: Any) -> Any:
+    """Placement forgets the groups of ranks that are lost as one."""
+    return topology
+
+
 @planted(
     "level-forgotten",
     "R18",

@@ -195,6 +195,7 @@ class SimRank:
             launcher="launcher",
             fresh=is_fresh,
             config=world.config,
+            groups=scenario.groups_of(self.rank),
             **self.named(),
         )
         if answer is None:

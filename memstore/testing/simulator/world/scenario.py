@@ -47,6 +47,7 @@ class Scenario:
     sizes: tuple[int, ...] = ()  # world sizes, drawn for each launch; empty: always world_size
     is_in_place: bool = False  # a lost rank is replaced, the others keep their processes and enter again
     has_spares: bool = False  # the replacement may be a process of another host
+    groups: int = 0  # ranks name one of so many groups, those of neighbouring hosts the same (R18.8); 0: none does
     duration_s: float = DURATION_S
     faults: tuple[Fault, ...] = field(default=())
     job: str = "train"
@@ -55,6 +56,10 @@ class Scenario:
     def racks_wanted(self) -> int:
         """In how many racks the copies of a shard must lie."""
         return self.replicas if self.racks >= self.replicas else 1
+
+    def groups_of(self, rank: int) -> dict[str, int]:
+        """Return the groups that a rank names."""
+        return {"pp": rank % self.hosts * self.groups // self.hosts} if self.groups else {}
 
     def text(self) -> str:
         """Return a page for people: seed, cluster, faults in order."""
@@ -67,7 +72,7 @@ class Scenario:
             f"{f', of {self.durable_s} s, each {self.durable_every} steps' if self.has_durable else ''}"
             f"{', in place' if self.is_in_place else ''}"
             f"{f', parity={self.parity}' if self.parity else ''}{', uneven shards' if self.is_uneven else ''}"
-            f"{self._shared_shards_text()}"
+            f"{self._shared_shards_text()}{f', {self.groups} groups' if self.groups else ''}"
         ]
         return "\n".join([*rows, *(fault.text() for fault in self.faults)])
 
@@ -146,6 +151,7 @@ ENDING_SHARE, SHARED_SHARDS_SHARE = 0.1, 0.15
 TWO_LOSSES_SHARE = 0.5  # of those with parity on four hosts or more
 PARITY_SHARE = 0.25  # of the seeds whose ranks name no shards
 TRUST_SHARE = 0.15
+GROUPS_SHARE = 0.3
 IN_FLIGHT = (1, 1, 1, 2, 3)
 
 
@@ -188,7 +194,10 @@ def draw(seed: int) -> Scenario:
     in_flight = random.Random(f"in flight {seed}").choice(IN_FLIGHT)
     drawn = replace(drawn, in_flight=in_flight, faults=tuple(sorted(faults)))
     drawn = with_overlap(drawn) if drawn.has_durable else drawn
-    return with_parity(drawn) if has_parity else drawn
+    drawn = with_parity(drawn) if has_parity else drawn
+    groups = random.Random(f"groups {seed}")
+    is_grouped, count = groups.random() < GROUPS_SHARE, groups.choice([1, 2, 2, 3, drawn.hosts])
+    return replace(drawn, groups=min(count, drawn.hosts)) if is_grouped else drawn
 
 
 def with_overlap(drawn: Scenario) -> Scenario:
