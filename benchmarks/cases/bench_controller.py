@@ -61,9 +61,13 @@ def record(hosts_count: int, costs: dict[str, Cost]) -> Record:
     """Return the figures of all episodes."""
     where = f"{hosts_count:,} hosts, {hosts_count * RANKS_PER_HOST:,} ranks"
     found = Record("controller", 0, {where: [sum(cost.cpu_s for cost in costs.values())]})
+    cpu = {"a commit": targets.COMMIT_CPU, "a successor starts": targets.SUCCESSOR_CPU}
+    sent = {"all ranks connect": targets.CONNECT_SENT}
+    a_host = costs["a commit"].sent_bytes / hosts_count
+    found.figure("a commit: sent to a host", [a_host], "bytes", targets.COMMIT_SENT)
     for what, cost in costs.items():
-        found.figure(f"{what}: core seconds", [cost.cpu_s], "s")
-        found.figure(f"{what}: sent", [float(cost.sent_bytes)], "bytes")
+        found.figure(f"{what}: core seconds", [cost.cpu_s], "s", cpu.get(what))
+        found.figure(f"{what}: sent", [float(cost.sent_bytes)], "bytes", sent.get(what))
         found.figure(f"{what}: heard", [float(cost.received_bytes)], "bytes")
         found.figure(f"{what}: orders", [float(cost.orders)], "count")
     return found

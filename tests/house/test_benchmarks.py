@@ -439,12 +439,12 @@ def test_the_controllers_record_tells_what_all_was_sent(monkeypatch: pytest.Monk
     assert costs["a host is suspected"].orders == 0
     assert costs["a commit"].orders == 8 * 3  # the fact, its word, and what it lets go
     assert costs["a successor starts"].received_bytes > costs["a successor starts"].sent_bytes
-    # The fact of each commit, of the attempts and of room once; hosts' own journals at each of two starts.
-    assert 0 < packed["journal"] <= 2 * 8 + 10
+    # The facts of room once, of two commits and two attempts with each host's part; journals at each of two starts.
+    assert 0 < packed["journal"] <= 4 * 8 + 2 * 8 + 10
     # For a rack of two: each greeted, the first reported at once, the other in turn.
     assert 0 < packed["all_hosts"] + packed["host_news"] <= 6 + 3 * 2
     figures = bench_controller.record(8, costs).ratios
-    assert len(figures) == 4 * len(costs)
+    assert len(figures) == 4 * len(costs) + 1
 
 
 def test_the_planners_record_answers_both_of_its_lines() -> None:

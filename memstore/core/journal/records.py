@@ -47,6 +47,7 @@ _ZLIB = 0x78  # the first byte of its streams, and of no msgpack map
 _ENCODER = msgspec.msgpack.Encoder()
 _KINDS: dict[str, type[Fact]] = {kind.__name__: kind for kind in get_args(Fact)}
 _COLUMNS = {"StepCommitted": "digests", "AttemptOpened": "nonces"}  # the field that `column_of` returns
+_PART_BODY = msgspec.msgpack.Decoder(tuple[list[tuple[int, int]], bytes | tuple[str, ...]])
 _NOTED = [msgspec.msgpack.Decoder(kind) for kind in _KINDS.values()]  # before any thread decodes: see codec.Decoder
 
 
@@ -118,7 +119,7 @@ def part_from_record(record: bytes) -> dict[int, str]:
     with _as_protocol_error():
         body = _body(record, RECORD_VERSION | _PART)
         check_body(body, items_max=BODY_ITEMS_MAX, bytes_max=BODY_BYTES_MAX)
-        runs, values = msgspec.msgpack.decode(body, type=tuple[list[tuple[int, int]], bytes | tuple[str, ...]])
+        runs, values = _PART_BODY.decode(body)
         texts = _split(values) if isinstance(values, bytes) else values
         if any(count < 1 for _, count in runs) or sum(count for _, count in runs) != len(texts):
             raise ValueError(f"a part of {len(texts)} values for ranks {str(runs)[:80]}")
