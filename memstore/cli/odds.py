@@ -365,7 +365,11 @@ def fit(
         print_json({**body, **vars(needs), "too_small": too_small, "paste": paste})
         return
     console = data_console()
-    console.print(f"{plan.scheme.name} on {plural(plan.hosts_count, 'host')}, of each:")
+    console.print(
+        f"With {plan.scheme.name} on {plural(plan.hosts_count, 'host')} each needs an arena of "
+        f"{size_text(needs.arena_bytes)}; a put is redundant after {needs.redundant_s:.3g} s, "
+        f"and a lost host's get takes {needs.recover_s:.3g} s. Of each host:"
+    )
     for what, value, formula in need_rows(plan, needs, processes):
         console.print(f"  {what}: {value}\n      = {formula}")
     console.print(

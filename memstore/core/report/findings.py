@@ -416,7 +416,7 @@ def _store(facts: ClusterFacts, seen: Sequence[HostFacts]) -> Iterator[Row]:
         return
     rows = {severity: count for severity, count in facts.problems.items() if severity != "note"}
     counts = ", ".join(f"{count} {severity}" for severity, count in sorted(rows.items())) or "none"
-    level: Level = "FAIL" if rows.keys() - {"degraded"} else "WARN"
+    level: Level = "FAIL" if rows.keys() - {"degraded", "stopped"} else "WARN"  # a job that stopped is no sick store
     yield _level(level, rows), "store", f"problems in `memstore status`: {counts}", "`memstore status` has each remedy"
 
 

@@ -7,6 +7,7 @@ Holders have max_restarts=0: the controller's supervisor starts a successor, whi
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -149,6 +150,7 @@ def end_with_parent(exit_now: Callable[[int], object] = os._exit) -> threading.T
 R = TypeVar("R")
 log = logging.getLogger("memstore")
 SUPERVISE_S = 0.5
+DRAIN_LOOK = 4  # every so many looks at the nodes: a notice is given half a minute ahead, or more
 RETRY_S = 5.0  # a node whose holder could not start is tried again after this
 START_S = 60.0
 DRAIN_S = 600.0  # for a node that Ray takes away without naming the moment
@@ -323,10 +325,13 @@ class ControllerActor:
     # -- supervision (R3) ---------------------------------------------------------------------
 
     def _supervise(self) -> None:
-        while not self.stopping.wait(SUPERVISE_S):
+        for look in itertools.count():
+            if self.stopping.wait(SUPERVISE_S):
+                return
             try:
                 self._start_missing(live_nodes())
-                self._notice_drains()
+                if look % DRAIN_LOOK == 0:
+                    self._notice_drains()
             except Exception as exc:  # the GCS may be down: what runs goes on (R4)
                 log.warning("memstore cannot supervise its holders now: %s", exc)
 

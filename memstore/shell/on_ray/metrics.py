@@ -18,7 +18,7 @@ from memstore.shell.controller import Controller
 from memstore.shell.holder.holder import Holder
 
 log = logging.getLogger("memstore")
-FEED_S = 2.0
+FEED_S = 5.0  # Ray's own exporter takes them every 10 s
 STATUS_S = 30.0  # for a busy controller; it is asked again
 
 

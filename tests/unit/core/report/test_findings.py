@@ -256,6 +256,7 @@ PLANTED: dict[str, tuple[ClusterFacts, str, str, str, str]] = {
         "Stop it",
     ),
     "status has problems": (replace(GOOD, problems={"degraded": 2}), "WARN", "store", "2 degraded", "memstore status"),
+    "a job has stopped": (replace(GOOD, problems={"stopped": 1}), "WARN", "store", "1 stopped", "memstore status"),
     "a step is lost": (
         replace(GOOD, problems={"unrecoverable": 1}),
         "FAIL",
