@@ -148,7 +148,7 @@ class SafeCondition(_thread.RLock, threading.Condition):  # type: ignore[misc]
         self._waiters: deque[Any] = deque()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Release it, sleep until woken, and acquire it again; False after the timeout."""
+        """Release it, sleep until woken, and acquire it again; False after the timeout. The caller has it once."""
         lock: Any = self
         try:
             return threading.Condition.wait(lock, timeout)

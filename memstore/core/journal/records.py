@@ -92,15 +92,15 @@ def place_of_record(record: bytes) -> tuple[int, int]:
 
 def other_format(record: bytes) -> str:
     """Return that a record is of another format, and who reads it; "" if it is of ours, or no record."""
-    version = record[_PLACE.size] & ~_PART if len(record) > _HEAD.size else RECORD_VERSION
-    if version == RECORD_VERSION:
+    version = record[_PLACE.size] if len(record) > _HEAD.size else RECORD_VERSION
+    if version in (RECORD_VERSION, RECORD_VERSION | _PART):
         return ""
     return f"its records have format {version}, not {RECORD_VERSION}: {reader_of('journal', version)}"
 
 
 def is_part(record: bytes) -> bool:
     """Return whether a record is a host's part of a fact, and no fact."""
-    return len(record) > _HEAD.size and bool(record[_PLACE.size] & _PART)
+    return len(record) > _HEAD.size and record[_PLACE.size] == RECORD_VERSION | _PART
 
 
 def entry_from_record(record: bytes) -> Entry:

@@ -354,7 +354,7 @@ class HolderLink:
         if attempt == self.attempt:
             self.fence("this process has connected to the job again: use the Store that it was given then")
         else:
-            self.fence(f"a newer connect() opened attempt {attempt}: end this process, or use the Store of that one")
+            self.fence(f"attempt {attempt} was opened by a newer connect(): end this process, or use its Store")
 
     def interrupt(self, why: str) -> None:
         """Fence it because this process ends its own waits, to go on in another attempt; any thread, more than once."""

@@ -145,6 +145,10 @@ class Leases:
 
     def wait_free(self, count: int, budget_s: float) -> list[int]:
         """Wait until `count` slots are free to fill, at most `budget_s`; return those that are."""
+        with self.changed:
+            return self._wait_free(count, budget_s)
+
+    def _wait_free(self, count: int, budget_s: float) -> list[int]:
         free: list[int] = []
 
         def is_over() -> bool:
@@ -152,8 +156,7 @@ class Leases:
             free = self.free
             return len(free) >= count or self.is_ended
 
-        with self.changed:
-            self.changed.wait_for(is_over, budget_s)
+        self.changed.wait_for(is_over, budget_s)
         return free
 
     def take(self, put: Tenant, count: int, budget_s: float) -> bool:
@@ -162,7 +165,7 @@ class Leases:
         False, too, if the arena is another one than when it took the first.
         """
         with self.changed:
-            taken = self.wait_free(count, budget_s)[:count]
+            taken = self._wait_free(count, budget_s)[:count]
             if not put.slots:
                 put.mapping = self.mapping
             if len(taken) < count or put.state is not OPEN or put.mapping is not self.mapping:

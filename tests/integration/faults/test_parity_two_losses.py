@@ -47,7 +47,8 @@ class Job:
     def resume(self) -> None:
         """Launch it again: its newest step comes back, every byte as put, from RAM."""
         self.ranks, got = self.fleet.resume(self.hosts)
-        assert (got["step"], got["steps_lost"], got["verdict"]) == (self.step, 0, "peer")
+        assert (got["step"], got["steps_lost"]) == (self.step, 0)
+        assert got["verdict"] in ("peer", "local")  # local: repair has decoded what was lost before it was asked for
 
     def train(self) -> None:
         """Put two more steps; the newest has all of its parity."""

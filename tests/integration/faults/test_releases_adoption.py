@@ -83,8 +83,8 @@ def test_the_durable_steps_of_a_release_are_restored(release: str, tmp_path: Pat
     [
         ("slots", 2, "has format 2, this memstore reads 3: a build before 0.2.0 wrote it"),
         ("slots", 9, "has format 9, this memstore reads 3: a release after 0.2.0 wrote it: use that one"),
-        ("journal", 9, "format 9, not 10: a build before 0.2.0 wrote it"),
-        ("journal", 99, "format 99, not 10: a release after 0.2.0 wrote it: use that one"),
+        ("journal", 9, "format 9, not 11: a build before 0.2.0 wrote it"),
+        ("journal", 99, "format 99, not 11: a release after 0.2.0 wrote it: use that one"),
     ],
 )
 def test_the_arena_of_another_release_is_refused_before_it_is_touched(

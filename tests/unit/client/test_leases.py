@@ -27,7 +27,33 @@ from memstore.shell.arena.mapping import ArenaMapping
 from memstore.shell.rank import holder_link
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.leases import ENTERING, FILLED, OPEN, OVER, SUBMITTED, Leases, Tenant
+from memstore.shell.threads import SafeCondition
 from memstore.testing.clusters.processes import wait_for
+
+
+class Interrupted(Exception):
+    """What a signal's handler raises."""
+
+
+class InterruptedCondition(SafeCondition):
+    """One that is interrupted just after it was released to wait."""
+
+    def _release_save(self) -> Any:
+        super()._release_save()
+        raise Interrupted
+
+
+def test_a_put_that_is_interrupted_while_it_waits_for_slots_leaves_no_lock() -> None:
+    """A handler may raise once the lock is released and before that is noted: it is held as often as before."""
+    leases = Leases(arena(0))
+    leases.changed = InterruptedCondition()
+    for wait in (lambda: leases.take(Tenant(), 1, 1.0), lambda: leases.wait_free(1, 1.0)):
+        with pytest.raises(Interrupted):
+            wait()
+    others = threading.Thread(target=leases.notify)
+    others.start()
+    others.join(WAIT_S)
+    assert not others.is_alive()
 
 
 class Course(RuleBasedStateMachine):
