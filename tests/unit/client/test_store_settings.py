@@ -318,15 +318,15 @@ def _detecting(value: Any) -> Config:
 
 def test_a_controller_decides_by_the_rules_of_its_config(tmp_path: Path) -> None:
     """Every rule that is a setting of the store has the setting's value, none its default."""
-    domains = ("row", "shelf")
-    config = Config(store="rules", failure_domains=domains, detect=2.5, recovery_grace_s=3.5, chunk_bytes=1 << 20)
+    own = {"failure_domains": ("row", "shelf"), "recovery_grace_s": 3.5, "chunk_bytes": 1 << 20}
+    config = Config(store="rules", detect=2.5, keep_steps=3, **own)  # type: ignore[arg-type]
     controller = Controller(config, DirectoryMembership(tmp_path), secret=SECRET, settle_s=0.5)
     try:
         rules = controller.machine.state.rules
     finally:
         controller.close()
     shared = {field.name for field in fields(Rules)} & {field.name for field in fields(Config)}
-    assert shared == {"failure_domains", "recovery_grace_s", "chunk_bytes"}
+    assert shared == own.keys()
     for name in (*shared, "suspect_after_s", "dead_after_s"):
         assert getattr(rules, name) == getattr(config, name) != getattr(Rules(), name), name
     assert (rules.lease_s, rules.outlast_s, rules.settle_s) == (config.lease_s, 0.25, 0.5)
