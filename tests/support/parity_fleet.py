@@ -147,9 +147,9 @@ class Fleet:
         """The host with the parity."""
         return self.holders[OWNER]
 
-    def seal(self, rank: int, shard: RankShard | None = None) -> StoredReplica:
-        """Store a rank's shard on its host."""
-        shard, holder = shard or self.shards[rank], self.holders[rank]
+    def seal(self, rank: int, shard: RankShard | None = None, *, by: int | None = None) -> StoredReplica:
+        """Store a rank's shard on its host, or on rank `by`'s."""
+        shard, holder = shard or self.shards[rank], self.holders[rank if by is None else by]
         slots = holder.replicas.take_slots(len(shard.chunks))
         for slot, chunk in zip(slots, shard.chunks, strict=True):
             holder.replicas.arena.view(slot, len(chunk))[:] = chunk
@@ -158,12 +158,18 @@ class Fleet:
             shard.shard, world_size=64, layout=b"", nbytes=nbytes, slots=slots, attempt=ATTEMPT
         )
 
-    def push(self, rank: int, owner: int = OWNER, digest: str = "") -> None:
-        """Have a rank's host add its shard into the parity of another rank's host."""
-        holder = self.holders[rank]
+    def push(
+        self, rank: int, owner: int = OWNER, digest: str = "", *, at: int | None = None, by: int | None = None
+    ) -> None:
+        """Have a rank's host, or rank `by`'s, add its shard into another rank's parity, on its host or rank `at`'s."""
+        holder = self.holders[rank if by is None else by]
         shard = self.shards[rank]
         what = Push(
-            shard.shard, digest or shard.digest, HOSTS[owner], is_repair=True, parity=ParityOf.of(owner, self.ranks)
+            shard.shard,
+            digest or shard.digest,
+            HOSTS[owner if at is None else at],
+            is_repair=True,
+            parity=ParityOf.of(owner, self.ranks),
         )
         assert push.begin(holder.state, what)
         holder.io.run(push.run, holder.state, what)

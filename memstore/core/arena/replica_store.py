@@ -450,14 +450,22 @@ class ReplicaStore(Generic[M_co, F_co]):
         return data
 
     def pin_parity_of(self, shard: ShardId, digest: str) -> tuple[StoredReplica, int] | None:
-        """Pin the parity that this host keeps of another rank's shard; None if it keeps none."""
+        """Pin parity that this host keeps of another rank's shard; None if it keeps none."""
         with self.lock:
-            for stored in self.index.shards.values():
-                of = stored.shard
-                is_meant = of.is_parity and (of.job, of.attempt, of.step) == (shard.job, shard.attempt, shard.step)
-                if is_meant and any((s.rank, s.digest) == (shard.rank, digest) for s in stored.spec.summands):
-                    return self.pin(of, stored.spec.digest)
-        return None
+            return next((self.pin(each.shard, each.spec.digest) for each in self._parities_of(shard, digest)), None)
+
+    def pin_parities_of(self, shard: ShardId, digest: str) -> list[tuple[StoredReplica, int]]:
+        """Pin all parity that this host keeps of a shard: a host to which ranks have moved may have several ranks'."""
+        with self.lock:
+            pins = [self.pin(each.shard, each.spec.digest) for each in self._parities_of(shard, digest)]
+            return [pin for pin in pins if pin is not None]
+
+    def _parities_of(self, shard: ShardId, digest: str) -> Iterator[StoredReplica]:
+        for stored in list(self.index.shards.values()):
+            of = stored.shard
+            is_meant = of.is_parity and (of.job, of.attempt, of.step) == (shard.job, shard.attempt, shard.step)
+            if is_meant and any((s.rank, s.digest) == (shard.rank, digest) for s in stored.spec.summands):
+                yield stored
 
     def abort_incoming(self, name: str, shard: ShardId, *, only: IncomingReplica | None = None) -> None:
         """Give back an incoming replica's slots; with `only`, if it is still that one."""

@@ -296,15 +296,20 @@ class ParityServer:
             TransportError: The host of another shard in it cannot be reached.
         """
         shard = request.shard.id
-        stored, pin = self._pinned(shard, request.digest)
+        pinned = self._pinned(shard, request.digest)
         try:
-            parts = self._parts(stored, request.others)
-            chunks = parts.by_rank[shard.rank].chunks
+            kept = [(stored, self._parts(stored, request.others)) for stored, _ in pinned]
+            chunks = kept[0][1].by_rank[shard.rank].chunks
             wanted = [i for i in request.chunks if i < len(chunks)]
             for part in runs([chunks[i].nbytes for i in wanted], DECODED_BYTES):
-                yield self._decoded(stored, parts, shard.rank, wanted[part])
+                found = dict.fromkeys(wanted[part], bytearray())
+                for stored, parts in kept:  # each of its chunks is in the rows of one of them
+                    lacking = [chunk for chunk, data in found.items() if not data]
+                    found.update(zip(lacking, self._decoded(stored, parts, shard.rank, lacking), strict=True))
+                yield [found[chunk] for chunk in wanted[part]]
         finally:
-            self.replicas.unpin(stored, pin)
+            for each in pinned:
+                self.replicas.unpin(*each)
 
     def _parts(self, stored: StoredReplica, others: Sequence[ShardHost]) -> _Parts:
         """Return what a host may decode with, and where the others say that it is."""
@@ -340,15 +345,17 @@ class ParityServer:
 
         A chunk that came damaged, or not, may have been spoilt on the way, or by another host's.
         """
-        stored, pin = self._pinned(shard, digest)
+        lacking, pinned = set[int](), self._pinned(shard, digest)
         try:
-            missing = self.replicas.verify(stored)
-            self.on_sealed(Copy(stored.shard, stored.spec, self.host_id, stored.missing))
+            for stored, _ in pinned:
+                missing, ranks = self.replicas.verify(stored), set_of(stored.shard, stored.spec)
+                self.on_sealed(Copy(stored.shard, stored.spec, self.host_id, stored.missing))
+                here = ranks.rows_at(stored.shard.rank, shard.rank, len(stored.slots) * ranks.data)
+                lacking.update(chunk for chunk, row in here.items() if row in missing)
         finally:
-            self.replicas.unpin(stored, pin)
-        ranks = set_of(stored.shard, stored.spec)
-        here = ranks.rows_at(stored.shard.rank, shard.rank, len(stored.slots) * ranks.data)
-        return ChunksLacking(chunks=tuple(chunk for chunk, row in here.items() if row in missing))
+            for each in pinned:
+                self.replicas.unpin(*each)
+        return ChunksLacking(chunks=tuple(sorted(lacking)))
 
     def _decoded(self, stored: StoredReplica, parts: _Parts, rank: int, wanted: Sequence[int]) -> list[bytearray]:
         """Return chunks of a shard: what this host has of it, the others from their rows; empty ones are lost."""
@@ -467,9 +474,9 @@ class ParityServer:
                 with contextlib.suppress(MemstoreError):
                     self.reach(part.host).call(request)
 
-    def _pinned(self, shard: ShardId, digest: str) -> tuple[StoredReplica, int]:
-        pinned = self.replicas.pin_parity_of(shard, digest)
-        if pinned is None:
+    def _pinned(self, shard: ShardId, digest: str) -> list[tuple[StoredReplica, int]]:
+        pinned = self.replicas.pin_parities_of(shard, digest)
+        if not pinned:
             raise IntegrityError(f"{self.host_id} does not hold {shard} {digest}, nor parity of it")
         return pinned
 

@@ -141,6 +141,27 @@ def test_every_hosts_parity_decodes_a_lost_shard_bit_for_bit(fleet: Fleet) -> No
         fleet.seal(lost)
 
 
+def test_a_host_with_the_parity_of_two_ranks_decodes_from_both(fleet: Fleet) -> None:
+    """Two ranks of the set have moved there: each chunk is in the rows of one of them, and bad rows of both count."""
+    fleet.put()
+    fleet.seal(OWNER, by=3)  # its rank has moved
+    for rank in SET.others(3):
+        fleet.push(rank, 3, at=OWNER, by=3 if rank == OWNER else None)
+    fleet.lose(0)
+    shard = fleet.shards[0]
+    wanted = sorted({*shard.at(SET, OWNER), *shard.at(SET, 3)})
+    assert min(len(shard.at(SET, owner)) for owner in (OWNER, 3)) > 0
+    others = [ShardHost(rank, HOSTS[3 if rank == OWNER else rank]) for rank in SET.others(0)]
+    assert [bytes(each) for each in fleet.decode(0, wanted, others)] == [shard.chunks[chunk] for chunk in wanted]
+    kept = [each for each in fleet.e.replicas.index.shards.values() if each.shard.is_parity]
+    for stored in kept:
+        fleet.rot(fleet.e, stored, 0)
+    rotten = {c for owner in (OWNER, 3) for c in wanted if SET.row_of(owner, 0, c) == 0}
+    request = Verify(shard=WireShard.of(shard.shard), digest=shard.digest, chunks=tuple(wanted))
+    assert set(fleet.client(3, OWNER).call(request).chunks) == rotten
+    assert len(kept) == len(rotten) == 2
+
+
 def test_a_host_decodes_into_its_own_slots(fleet: Fleet) -> None:
     """A shard that was lost is brought to the host that has its parity: as an incoming replica, verified."""
     fleet.put()

@@ -144,10 +144,16 @@ class SharedShardCheck:
                     self._look_at_pair(step, rank, other)
 
     def _may_hold(self, hosts: dict[int, str], rank: int, other: int) -> bool:
-        """Say whether a writer may hold the other's copy: not if both sit in one rack and copies owe racks.
+        """Say whether a writer may hold the other's copy: not if both sit in one rack or group that copies must leave.
 
-        They sit in one rack if the hosts of other racks were away when the attempt opened.
+        They sit in one rack if the hosts of other racks were away when the attempt opened, in one group if a process
+        that took a rank's place since made two groups one.
         """
+        controller = self.world.served()
+        job = controller.machine.jobs.get(self.world.scenario.job) if controller is not None else None
+        for domains in job.group_domains if job is not None else ():
+            if rank in hosts and other in hosts and domains.get(hosts[rank]) == domains.get(hosts[other]):
+                return False
         racks = [self.world.holders[hosts[r]].info.labels.get("rack", "") for r in (rank, other) if r in hosts]
         return len(set(racks)) == len(racks) or self.world.scenario.racks_wanted == 1
 
