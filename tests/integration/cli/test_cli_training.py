@@ -7,7 +7,7 @@ import logging
 import re
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank_process import RankNursery, together
 
-FROZEN_S = 1.0  # longer than a put of the small budget takes, shorter than dead_after_s
+FROZEN_S = 1.0  # shorter than dead_after_s
+BUSY_S = 5.0  # longest that a put of the small budget takes on a busy machine
 HOSTS = {"h1": {"rack": "r1"}, "h2": {"rack": "r2"}, "h3": {"rack": "r3", "memstore": "replica"}}
 
 
@@ -128,12 +129,12 @@ def test_puts_that_come_faster_than_their_copies_are_skipped_unless_training_may
         rows = [row for row in cluster.status()["problems"] if row["about"].startswith("fast")]
         return next((row for row in rows if row["kind"] == "steps_skipped"), None)
 
-    def frozen_meanwhile(stores: list[Store], first: int) -> list[str]:
-        """Put two steps while no copy leaves this process's hosts; the first fills the room that there is."""
+    def frozen_meanwhile(stores: list[Store], first: int, limit_s: float) -> list[str]:
+        """Put two steps while no copy leaves this process's hosts, until a rank is done; the first fills the room."""
         cluster.signal_holder("h2", signal.SIGSTOP)
         with ThreadPoolExecutor(2) as pool:
             puts = [pool.submit(lambda store=store: [store.put(first + n, state) for n in (0, 1)]) for store in stores]
-            wait(puts, FROZEN_S)
+            wait(puts, limit_s, FIRST_COMPLETED)
             cluster.signal_holder("h2", signal.SIGCONT)
             tickets = [put.result(60) for put in puts]
         for pair in tickets:
@@ -142,10 +143,10 @@ def test_puts_that_come_faster_than_their_copies_are_skipped_unless_training_may
 
     with launched(cluster, "fast", stall_budget_s=0.05) as stores:
         on_every_rank(2, lambda rank: stores[rank].put(1, state).wait("committed", 30))
-        reasons = frozen_meanwhile(stores, 2)
+        reasons = frozen_meanwhile(stores, 2, BUSY_S)
         assert any("no free slots within 0.05 s: step 2 is not committed yet" in reason for reason in reasons)
         found = wait_for(row, "the row")
         assert found["remedy"].startswith("put less often, or raise stall_budget_s if training may wait")
     with launched(cluster, "faster", stall_budget_s=30.0) as stores:
         on_every_rank(2, lambda rank: stores[rank].put(1, state).wait("committed", 30))
-        assert frozen_meanwhile(stores, 2) == ["", ""]
+        assert frozen_meanwhile(stores, 2, FROZEN_S) == ["", ""]
