@@ -192,9 +192,8 @@ class Attempt:
     recovery: Recovery | None = None  # before it, if this controller has seen it
     opened_s: float | None = None  # wall clock
     reported_step: int = -1  # newest that a host said is trained, put or not
-    _on_host: dict[str, list[AttemptMember]] = field(
-        default_factory=dict
-    )  # the members by host, once they are asked for
+    #: The members by host, once they are asked for.
+    _on_host: dict[str, list[AttemptMember]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.in_flight = int(self.config["in_flight"])

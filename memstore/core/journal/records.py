@@ -121,7 +121,7 @@ def part_from_record(record: bytes) -> dict[int, str]:
         check_body(body, items_max=BODY_ITEMS_MAX, bytes_max=BODY_BYTES_MAX)
         runs, values = _PART_BODY.decode(body)
         texts = _split(values) if isinstance(values, bytes) else values
-        if any(count < 1 for _, count in runs) or sum(count for _, count in runs) != len(texts):
+        if any(first < 0 or count < 1 for first, count in runs) or sum(count for _, count in runs) != len(texts):
             raise ValueError(f"a part of {len(texts)} values for ranks {str(runs)[:80]}")
         return dict(zip((rank for first, count in runs for rank in range(first, first + count)), texts, strict=True))
 

@@ -193,10 +193,9 @@ class PageServer:
         self._readers_count += 1
         self._has_readers.set()
         try:
-            await response.prepare(request)
-            await self._send_news(response)
-        except ConnectionResetError:
-            pass  # the reader has gone
+            with contextlib.suppress(ConnectionResetError):  # the reader has gone: that is how a stream ends
+                await response.prepare(request)
+                await self._send_news(response)
         finally:
             self._readers_count -= 1
             if not self._readers_count:

@@ -21,12 +21,13 @@ from memstore.core.holder.holder_io import Lane, Stop, Storage
 from memstore.core.holder.inventory import answer_fence
 from memstore.core.wire import calls, orders
 from memstore.core.wire.codec import Message, encode, tag_of
+from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.messages import Body, HostInfo
 from memstore.core.wire.orders import DurablePlace, PutEarly, StepLevel
 from memstore.core.wire.peer_messages import Offer, PeerRequest, Refused, WholeShard
 from memstore.core.wire.rank_messages import HolderEvent
 from memstore.core.wire.replies import GetAgain, Joined, ShardPlaced, Skipped
-from memstore.core.wire.reports import MarkersFound
+from memstore.core.wire.reports import HostInventory, MarkersFound
 from memstore.core.wire.status_rows import HostStats
 from memstore.errors import CapacityError, TransportError
 from memstore.shell.net.channel import Channel
@@ -335,6 +336,23 @@ class DirectedHolder(SimHolder):
         """Lose copies of a job, and report an inventory without them."""
         self.forget(*shards)
         answer_fence(self.state, shards[0].job, shards[0].attempt)
+
+
+def empty_inventory(incarnation: int = 1, machine: str = "m") -> HostInventory:
+    """Return that of a host that holds nothing."""
+    return HostInventory(
+        incarnation=incarnation,
+        endpoints=(Endpoint("10.0.0.1", 7000),),
+        machine=machine,
+        is_explicit=False,
+        labels={},
+        limit_bytes=1,
+        copies=(),
+        journal=(),
+        ranks=(),
+        up_s=0.0,
+        idle_s=0.0,
+    )
 
 
 def host_stats(**counts: int) -> HostStats:

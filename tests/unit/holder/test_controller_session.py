@@ -25,7 +25,6 @@ from memstore.core.wire.calls import Called
 from memstore.core.wire.codec import encode_frame
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import ControllerIdentity
-from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.messages import Action, Event, Received, Tick
 from memstore.core.wire.orders import (
     EchoClock,
@@ -64,7 +63,7 @@ from memstore.shell.rank.admin_link import store_root
 from memstore.testing.clusters.process_main import DirectoryMembership
 from memstore.testing.clusters.processes import wait_for
 from memstore.testing.clusters.scratch import scratch_store_name
-from memstore.testing.controller.holder import host_stats
+from memstore.testing.controller.holder import empty_inventory, host_stats
 
 ORDER_WAIT_S = 60.0
 SECRET = b"s" * 32
@@ -535,23 +534,6 @@ def test_only_a_lack_of_room_lengthens_the_pause(
 # A host is silent if it says nothing, not if the controller had no time to listen (R28).
 
 
-def inventory(incarnation: int) -> HostInventory:
-    """Return that of a host that holds nothing."""
-    return HostInventory(
-        incarnation=incarnation,
-        endpoints=(Endpoint("10.0.0.1", 7000),),
-        machine="m",
-        is_explicit=False,
-        labels={},
-        limit_bytes=1,
-        copies=(),
-        journal=(),
-        ranks=(),
-        up_s=0.0,
-        idle_s=0.0,
-    )
-
-
 def test_a_beat_that_waits_behind_a_long_event_is_received_before_the_next_tick(tmp_path: Path) -> None:
     """Ticks take their turn: else one event of some seconds would make all hosts suspect, or dead."""
     config = Config(store="listens", detect=120.0)
@@ -566,7 +548,7 @@ def test_a_beat_that_waits_behind_a_long_event_is_received_before_the_next_tick(
     pauses, seen = {"first": Pause(), "second": Pause()}, list[str]()
     try:
         controller.tell(session)
-        controller.tell((session, inventory(1)))
+        controller.tell((session, empty_inventory(1)))
         wait_for(controller.is_serving, "the controller to serve")
         state, handle = controller.machine.hosts.states["a"], controller.machine.handle
 
@@ -627,13 +609,13 @@ def test_what_was_decided_before_an_inventory_is_no_order_for_its_session(tmp_pa
     far = Channel(pairs[1][1])
     try:
         controller.tell(sessions[0])
-        controller.tell((sessions[0], inventory(1)))
+        controller.tell((sessions[0], empty_inventory(1)))
         wait_for(lambda: controller.is_serving() and controller.machine.parts.journal.log.entries, "the first fact")
         controller.tell(sessions[1])
         entries = controller.machine.parts.journal.log.entries
         controller.drains_seen({"a": time.time() + 1000.0})
         wait_for(lambda: len(entries) >= 2, "a fact while the new holder has said nothing yet")
-        controller.tell((sessions[1], inventory(2)))
+        controller.tell((sessions[1], empty_inventory(2)))
         journal: list[bytes] = []
         while len(journal) < len(entries):
             order = decode_order(far.recv(timeout_s=WAIT_S).data)

@@ -15,15 +15,14 @@ import pytest
 from memstore.config import Config
 from memstore.core.wire.codec import encode, encode_frame
 from memstore.core.wire.frame import HEADER_BYTES, Kind, pack_header
-from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.orders import EchoClock, WriteJournal, decode_order
-from memstore.core.wire.reports import FactsWritten, Heartbeat, HolderMessage, HostInventory
+from memstore.core.wire.reports import FactsWritten, Heartbeat, HolderMessage
 from memstore.shell import controller as controller_module
 from memstore.shell.controller import FRAMES_A_TURN, Controller, Session, SessionEnded, SessionLoop
 from memstore.shell.net.channel import Channel
 from memstore.testing.clusters.process_main import DirectoryMembership
 from memstore.testing.clusters.processes import wait_for
-from memstore.testing.controller.holder import host_stats
+from memstore.testing.controller.holder import empty_inventory, host_stats
 
 WAIT_S = 60.0
 Pair = tuple[socket.socket, socket.socket]
@@ -267,23 +266,6 @@ def test_another_thread_wakes_a_turn(loop: Loop) -> None:
         assert not waiting.is_alive()
 
 
-def inventory(number: int) -> HostInventory:
-    """Return that of a host that holds nothing."""
-    return HostInventory(
-        incarnation=1,
-        endpoints=(Endpoint("10.0.0.1", 7000),),
-        machine=f"m{number}",
-        is_explicit=False,
-        labels={},
-        limit_bytes=1,
-        copies=(),
-        journal=(),
-        ranks=(),
-        up_s=0.0,
-        idle_s=0.0,
-    )
-
-
 def test_two_hundred_sessions_cost_no_thread(tmp_path: Path) -> None:
     """All join, all beat, all get their orders, and a controller has the threads that it has for none."""
     controller = Controller(
@@ -294,7 +276,7 @@ def test_two_hundred_sessions_cost_no_thread(tmp_path: Path) -> None:
         threads = threading.active_count()
         for number, (near, far) in enumerate(pairs):
             controller.tell(Session(f"h{number}", 1, Channel(near)))
-            far.sendall(encode_frame(Kind.EVENT, inventory(number)))
+            far.sendall(encode_frame(Kind.EVENT, empty_inventory(machine=f"m{number}")))
         states = controller.machine.hosts.states
         wait_for(lambda: len(states) == 200, "all hosts", WAIT_S)
         for _, far in pairs:

@@ -108,9 +108,17 @@ def test_parts_stay_and_go_with_their_facts() -> None:
     assert journal_after(journal, WriteJournal((TermNumber(1, 2),), (shorter.record,), seq=2)) == [shorter.record]
 
 
-@pytest.mark.parametrize("damage", [b"\xc0", b"\x92\x90\xc4\x01a", b"\x92\x91\x92\x00\x02\xc4\x10" + bytes(16)])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"\xc0",
+        b"\x92\x90\xc4\x01a",
+        b"\x92\x91\x92\x00\x02\xc4\x10" + bytes(16),
+        b"\x92\x91\x92\xff\x01\xc4\x10" + bytes(16),
+    ],
+)
 def test_a_part_that_is_none_is_refused(damage: bytes) -> None:
-    """Nothing, half a digest, one digest for two ranks."""
+    """Nothing, half a digest, one digest for two ranks, a rank below 0."""
     made = entry([("1" * 32, ["a"])])
     part, record = with_parts([made], "a")
     with pytest.raises(ProtocolError, match="memstore down --leftovers"):
