@@ -65,7 +65,8 @@ def test_a_whole_pipeline_that_is_evicted_costs_nothing(
         left = [host for host in labels if host not in lost]
         _, got = fleet.resume([*left, *left])
         assert (got["step"], got["steps_lost"]) == (2, 0)
-        assert got["bytes_by_tier"]["peer"] > 0
+        assert got["verdict"] in ("local", "peer", "mixed")  # local: repair brought the bytes before the get
+        assert got["bytes_by_tier"]["durable"] == 0
 
 
 @pytest.mark.parametrize("replicas", [3, *later(2)])
