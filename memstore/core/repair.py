@@ -217,7 +217,9 @@ class ParityRepair:
         """Return whether a live host keeps a rank's parity; else have the host of its shard add it up again."""
         hosts, commit, shards = self.state.hosts, job.commits.get(step), job.copies.get(step, {})
         parity = ShardId(job.name, step.attempt, step.step, rank, is_parity=True)
-        target = self.view.owner_host(job, attempt, rank)
+        target = attempt.members[rank].host_id if commit is None and rank in attempt.members else ""
+        if not hosts.is_live(target):  # what is being put goes on where ranks add to it, also on a host that is to go
+            target = self.view.owner_host(job, attempt, rank)
         for host, copy in job.parity.get(step, {}).get(rank, {}).items():
             is_meant = commit is None or all(commit.digests.is_possible(x.rank, x.digest) for x in copy.spec.summands)
             is_here = hosts.is_live(host) and is_meant and not copy.missing
