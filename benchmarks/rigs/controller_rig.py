@@ -30,15 +30,17 @@ from memstore.core.wire.codec import encode, encode_frame
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.ids import Endpoint, WireCopy, WireShard, WireSpec
 from memstore.core.wire.messages import Action, AnswerCall, LeaseRenewed, LogLine, SendOrder
-from memstore.core.wire.orders import DropJob, Fence, FreeCopies, PushTargets, Reserve, WriteJournal
+from memstore.core.wire.orders import DropJob, Fence, FreeCopies, FreeStep, PushTargets, Reserve, WriteJournal
 from memstore.core.wire.reports import (
     FactsWritten,
     Fenced,
+    Freed,
     Heartbeat,
     HolderMessage,
     HostInventory,
     Reserved,
     Sealed,
+    StepFreed,
     decode_holder_message,
 )
 from memstore.shell.controller import Controller, FromInside, Session
@@ -148,6 +150,11 @@ class Fleet:
             case FreeCopies() | DropJob():
                 for shard in order.shards:
                     host.copies.pop((shard.attempt, shard.step, shard.rank), None)
+                return Freed(shards=order.shards, number=getattr(order, "number", None))
+            case FreeStep():
+                for key in [key for key in host.copies if key[:2] == (order.step.attempt, order.step.step)]:
+                    del host.copies[key]
+                return StepFreed(job=order.job, step=order.step, number=order.number)
         return None
 
     def seals(self, step: int) -> Iterator[tuple[str, Sealed]]:

@@ -10,7 +10,7 @@ an arena: hosts claim and refuse, with their numbers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -27,10 +27,10 @@ from memstore.core.cluster.text import listed_pins
 from memstore.core.journal.replication import Journal
 from memstore.core.targets.targets import ClusterView, PeerHostLookup
 from memstore.core.wire.calls import ReserveRoom
-from memstore.core.wire.ids import WireShard
-from memstore.core.wire.orders import FreeCopies, Reserve, TermNumber
+from memstore.core.wire.ids import WireShard, WireStep
+from memstore.core.wire.orders import FreeCopies, FreeStep, Reserve, TermNumber
 from memstore.core.wire.replies import Noted
-from memstore.core.wire.reports import Freed, Reserved
+from memstore.core.wire.reports import Freed, Reserved, StepFreed
 from recovery.inventory import ShardId, StepId
 from recovery.lineage import in_lineage
 from recovery.parity import ParitySet
@@ -97,11 +97,12 @@ def is_needed(state: ClusterState, fact: f.Fact) -> bool:
 
 
 class Drops:
-    """Orders to free copies, until each is obeyed."""
+    """Orders to free copies, one by one or all of a step, until each is obeyed."""
 
     def __init__(self, state: ClusterState, out: Effects, term: int) -> None:
         self.state, self.out, self.term = state, out, term
-        self._ordered: dict[str, dict[ShardId, set[int]]] = {}  # host -> copy -> numbers of the orders it has to obey
+        #: Host -> copy, or step of a job -> numbers of the orders it has to obey.
+        self._ordered: dict[str, dict[ShardId | tuple[str, StepId], set[int]]] = {}
         self._given_count = 0
 
     def order(self, host: str, shards: Sequence[ShardId]) -> None:
@@ -113,26 +114,45 @@ class Drops:
         number = TermNumber(self.term, self._given_count)
         self.out.send(host, FreeCopies(shards=tuple(map(WireShard.of, shards)), number=number))
 
+    def order_step(self, job: str, step: StepId, hosts: Iterable[str]) -> None:
+        """Order hosts to free all that they have of a step; the caller takes it off the job."""
+        self._given_count += 1
+        number = TermNumber(self.term, self._given_count)
+        order = FreeStep(job=job, step=WireStep.of(step), number=number)
+        for host in sorted(hosts):
+            self._ordered.setdefault(host, {}).setdefault((job, step), set()).add(self._given_count)
+            self.out.send(host, order)
+
+    # Both take off their job what was counted in an inventory while an older order was still to be obeyed.
+
     def freed(self, host: str, report: Freed) -> None:
         """Note that a host has freed copies, perhaps for an earlier session or controller."""
-        ordered = self._ordered.get(host, {})
         for shard in (row.id for row in report.shards):
-            numbers = ordered.get(shard, set())
-            if report.number is not None and report.number.term == self.term:
-                numbers.discard(report.number.number)
-            if not numbers:
-                ordered.pop(shard, None)
-            self._uncount(shard, host)
+            self._obeyed(host, shard, report.number)
+            job = self.state.jobs.get(shard.job)
+            if job is not None and job.has_copy(shard, host):
+                job.drop_copy(shard, host)
 
-    def _uncount(self, shard: ShardId, host: str) -> None:
-        """Take a copy off its job, if it was counted in an inventory while an older order was still to be obeyed."""
-        job = self.state.jobs.get(shard.job)
-        if job is not None and job.has_copy(shard, host):
-            job.drop_copy(shard, host)
+    def step_freed(self, host: str, report: StepFreed) -> None:
+        """Note that a host has freed all that it had of a step, perhaps for an earlier session or controller."""
+        step = report.step.id
+        self._obeyed(host, (report.job, step), report.number)
+        job = self.state.jobs.get(report.job)
+        if job is not None:
+            job.drop_step_on(host, step)
+
+    def _obeyed(self, host: str, what: ShardId | tuple[str, StepId], number: TermNumber | None) -> None:
+        ordered = self._ordered.get(host, {})
+        numbers = ordered.get(what, set())
+        if number is not None and number.term == self.term:
+            numbers.discard(number.number)
+        if not numbers:
+            ordered.pop(what, None)
 
     def is_ordered(self, host: str, shard: ShardId) -> bool:
         """Return whether a host has yet to free a copy, so that a report of it is outdated."""
-        return shard in self._ordered.get(host, ())
+        ordered = self._ordered.get(host, {})
+        return shard in ordered or (shard.job, StepId(shard.attempt, shard.step)) in ordered
 
     def forget_host(self, host: str) -> None:
         """Forget a host's orders: a new session begins with its inventory, and older orders may be lost."""
@@ -211,16 +231,15 @@ class Retention:
         """
         spared = self.state.holds.steps(job) | job.commits.keys()
         for step in sorted({*job.copies, *job.parity} - spared):
-            for host, shards in job.shards_on(step).items():
-                if step.attempt < attempt.attempt_number and host in hosts:
-                    self.drops.order(host, shards)
-                    for shard in shards:
-                        job.drop_copy(shard, host)
+            if step.attempt < attempt.attempt_number:
+                having = job.hosts_of(step).intersection(hosts)
+                self.drops.order_step(job.name, step, having)
+                for host in having:
+                    job.drop_step_on(host, step)
 
     def _drop_step(self, job: Job, step: StepId) -> None:
         """Free every copy of a step in RAM."""
-        for host, shards in sorted(job.shards_on(step).items()):
-            self.drops.order(host, shards)
+        self.drops.order_step(job.name, step, job.hosts_of(step))
         job.drop_step(step)
 
 

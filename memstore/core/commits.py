@@ -12,7 +12,6 @@ Seals, the commit rule and skips; `capacity.py` has the effect of a commit on ol
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
@@ -22,7 +21,7 @@ from memstore.core.capacity import Drops, Reservations, Retention
 from memstore.core.cluster.collective import attempt_of
 from memstore.core.cluster.effects import CommitApplied, Effects
 from memstore.core.cluster.facts import StepCommitted, StepSkipped
-from memstore.core.cluster.job import Attempt, AttemptMember, Call, Job
+from memstore.core.cluster.job import Attempt, AttemptMember, Call, Held, HeldRanks, Job
 from memstore.core.cluster.state import ClusterState, mtbf_s
 from memstore.core.journal.replication import Journal
 from memstore.core.schedule import PutCosts, decide_steps, lead_end
@@ -34,6 +33,7 @@ from memstore.core.wire.replies import Noted, Skipped
 from memstore.core.wire.reports import PutTimes, seconds
 from memstore.core.wire.status_rows import NonfiniteRow
 from memstore.intervals import parse_put_every
+from placement.groups import Placement
 from placement.topology import is_finer
 from recovery.inventory import Copy, ShardId, StepId
 
@@ -44,15 +44,6 @@ RESUME_GAP_MAX = 64  # steps; the gap doubles with every skip until a commit lan
 RESUME_SPAN_S = 60.0  # and a gap lasts at most about this long, because nothing is committed meanwhile
 RESUME_GAP_UNPACED = 4  # steps; the most while it is unknown how long one takes
 PASSED_OFTEN = 3  # steps in a row: not one rank that was late to learn of a skip
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """One shard with enough copies: its entry in the commit fact, and why it is degraded, if it is."""
-
-    digest: str
-    hosts: tuple[str, ...]
-    reasons: tuple[str, ...]
 
 
 class CommitRule:
@@ -69,35 +60,40 @@ class CommitRule:
         job: Job,
         attempt: Attempt,
         step: StepId,
-        level: str,
+        placement: Placement,
     ) -> None:
         """Prepare to look at a step; `attempt` is the newest: its members decide where the copies go (R22)."""
         self.view, self.job, self.attempt, self.step = view, job, attempt, step
         self.copies, self.parity = job.copies.get(step, {}), job.parity.get(step, {})
         self.parity_sets = job.parity_sets(step)
         self.commit = job.commits.get(step)  # if it is committed already: its digests are the truth (R14)
-        self.domains = state.hosts.live_domains(level)
+        self.placement, self.domains = placement, state.hosts.live_domains(placement.level)
         self.replicas, self.min_copies = attempt.replicas, int(attempt.config["min_copies"])
         # Hosts without room for the job that refused a shard lately: not waited for, they would refuse after 10 s.
         unroomed = room.unroomed
         self.full = {h for _, h in job.refusals if (job.name, h) in unroomed} if unroomed else set()
+        #: By a rank's place and the hosts with its copies, if those are all that it is to have: so are the next rank's.
+        self.whole: dict[tuple[object, ...], tuple[str, ...]] = {}
 
     def held(self, rank: int) -> Held | None:
         """Return the copies of a rank's shard, or None while it is not on enough domains."""
         job, domains, truth = self.job, self.domains, self.commit
-        hosts = [
-            h
-            for h, c in self.copies.get(rank, {}).items()
-            if not c.missing and h in domains and (truth is None or c.spec.digest == truth.digests[rank])
-        ]
+        digest, hosts = truth.digests[rank] if truth is not None else "", list[str]()
+        for host, copy in self.copies.get(rank, {}).items():
+            if copy.missing or host not in domains or (truth is not None and copy.spec.digest != digest):
+                continue
+            digest = digest or copy.spec.digest
+            if copy.spec.digest != digest:
+                return None
+            hosts.append(host)
         if not hosts:
-            return None
-        copies = self.copies[rank]
-        digest = copies[hosts[0]].spec.digest
-        if any(copies[h].spec.digest != digest for h in hosts):
             return None
         if rank in self.parity_sets:
             return self._held_with_parity(rank, digest, hosts)
+        place = None if job.refusals else self.view.place_of(self.placement, self.attempt, rank)
+        here = (place, *hosts)
+        if place and here in self.whole:
+            return Held(digest, self.whole[here], ())
         wanted = self.view.wanted(job, self.attempt, rank, self.step)
         refused: dict[str, str] = {}
         if job.refusals:
@@ -113,7 +109,10 @@ class CommitRule:
         reasons = [f"{host}: {why}" for host, why in refused.items()]
         if len(have) < self.replicas:
             reasons.insert(0, f"rank {rank} has {len(have)} of {self.replicas} copies")
-        return Held(digest, tuple(sorted(hosts)), tuple(reasons))
+        found = tuple(sorted(hosts))
+        if place and not reasons:
+            self.whole[here] = found
+        return Held(digest, found, tuple(reasons))
 
     def _held_with_parity(self, rank: int, digest: str, hosts: list[str]) -> Held | None:
         """Return a shard whose own copy is there, if every other rank of its set has it in its parity."""
@@ -222,7 +221,7 @@ class StepCommits:
             attempt.has_put = True
             member = attempt.members.get(shard.rank) if not shard.is_parity else None
             if member is not None:
-                member.step = max(member.step, shard.step)
+                attempt.saw(member, shard.step)
                 if member.is_alive:  # a copy that a host lists again says nothing of a process that is missed
                     member.last_active_s = now
                 if copy.host == member.host_id:
@@ -321,7 +320,7 @@ class StepCommits:
             for rank in ranks:
                 member = attempt.members.get(rank)
                 if member is not None:
-                    member.step = max(member.step, step.step)
+                    attempt.saw(member, step.step)
                     if member.host_id in job.copies[step][rank]:
                         member.put(step.step, self.state.now)
         for number in sorted(attempt.steps.open):
@@ -333,7 +332,7 @@ class StepCommits:
             job = self.state.jobs.get(name)
             attempt = job.attempts.get(attempt_number) if job is not None else None
             if attempt is not None:
-                attempt.reported_step = max(attempt.reported_step, step)
+                attempt.trained_step = max(attempt.trained_step, step)
                 attempt.progress.reached(step, self.state.now)
 
     def send_initial_state(self, job: Job, host: str) -> None:
@@ -423,8 +422,8 @@ class StepCommits:
     def commit_rule(self, job: Job, world_size: int, step: StepId) -> StepCommitted | None:
         """Return the commit fact if every shard is on as many domains as the cluster now allows (R18).
 
-        Starts with the rank that was short at the last look, so each rank is looked at about once per step. A degraded
-        commit is replaced by a whole one only.
+        Starts with the rank that was short at the last look, so each rank is looked at about once per step. What was
+        found whole counts until a copy goes or hosts change. A degraded commit is replaced by a whole one only.
         """
         if self.state.is_placement_stale:
             return None  # evaluated again with the next tick, when the placement is known
@@ -436,20 +435,33 @@ class StepCommits:
             reasons.append(f"copies are spread over {placement.level}s, not {newest.level_asked}s")
         if commit is not None and reasons:
             return None  # no copy more brings it a level further
-        rule = CommitRule(self.state, self.view, self.room, job, newest, step, placement.level)
-        held: dict[int, Held] = {}
+        rule = CommitRule(self.state, self.view, self.room, job, newest, step, placement)
+        held = self._known_held(job, newest, step, rule)
         first = min(job.short.get(step, 0), world_size)
         for rank in chain(range(first, world_size), range(first)):
+            if rank in held:
+                continue
             found = rule.held(rank)
             if found is None or (commit is not None and found.reasons):
                 job.short[step] = rank
                 return None
             held[rank] = found
         job.short.pop(step, None)
+        job.held.pop(step, None)
         shards = [held[rank] for rank in range(world_size)]
         reasons += [why for shard in shards for why in shard.reasons]
         copies = [(shard.digest, shard.hosts) for shard in shards]
         return job.commit_of(step, copies, placement.level, "; ".join(reasons[:3]), self.state.wall_s)
+
+    def _known_held(self, job: Job, attempt: Attempt, step: StepId, rule: CommitRule) -> dict[int, Held]:
+        """Return the ranks that earlier looks found with enough copies, if nothing that they looked at has changed."""
+        if rule.commit is not None or job.refusals or self.state.draining:
+            return {}
+        placed = (rule.domains, rule.placement, attempt.attempt_number, attempt.moves_count)
+        known = job.held.get(step)
+        if known is None or known.placed != placed:
+            known = job.held[step] = HeldRanks(placed)
+        return known.ranks
 
     # -- facts applied ------------------------------------------------------------------------
 
@@ -515,7 +527,7 @@ class StepCommits:
         )
 
     def _raise_level(self, attempt: Attempt, order: StepLevel) -> None:
-        for host in sorted({member.host_id for member in attempt.members.values()}):
+        for host in sorted(attempt.hosts):
             self.out.send(host, order)
 
     def send_durable(self, job: Job, step: StepId) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from memstore.core.capacity import Drops, Reservations
@@ -321,6 +321,11 @@ LOOKS_MAX = 1024  # shards of one step looked at in one go, so that a tick takes
 REFUSAL_TTL_S = 5.0  # how long a target that refused a copy, or a copy that no host can take, is left alone
 
 
+def _are_good(copies: Iterable[Copy], commit: StepCommitted | None, rank: int) -> bool:
+    """Return whether copies are whole, and of the committed bytes if there are such."""
+    return not any(c.missing or (commit and not commit.digests.is_possible(rank, c.spec.digest)) for c in copies)
+
+
 @dataclass(slots=True)
 class RepairScan:
     """How far one look at all shards of a step has come."""
@@ -405,8 +410,8 @@ class Repair:
 
     def _is_ended(self, attempt: Attempt) -> bool:
         """Return whether no rank finishes the attempt's open steps: it is closed, or one of its ranks is dead."""
-        live = self.state.hosts.is_live
-        return attempt.phase == "closed" or not all(s.is_alive and live(s.host_id) for s in attempt.members.values())
+        is_complete = not attempt.has_lost_ranks and all(map(self.state.hosts.is_live, attempt.hosts))
+        return attempt.phase == "closed" or not is_complete
 
     def fact(self, name: str) -> None:
         """Scan a job again after a fact: kept steps, rank placement or committed digests may have changed."""
@@ -425,6 +430,7 @@ class Repair:
             del job.changes[step]
             job.settled.pop(step, None)
             job.short.pop(step, None)
+            job.held.pop(step, None)
             job.damaged.discard(step)
             self.scans.pop((job.name, step), None)
 
@@ -438,7 +444,8 @@ class Repair:
         return bool(late) and any(own_host.host_id in late for own_host in attempt.members.values())
 
     def _consider_step(self, now: float, job: Job, attempt: Attempt, step: StepId, *, may_drop: bool) -> None:
-        if self.view.placement(job) is None:
+        placement = self.view.placement(job)
+        if placement is None:
             return
         commit, found = job.commits.get(step), job.copies[step]
         substitutes = Substitutes(self.state, self.view, self.room, self.pushes, job, attempt, step)
@@ -446,8 +453,14 @@ class Repair:
         sets = job.parity_sets(step)
         ranks = sorted({*found, *sets} if sets else found)
         begin = bisect_left(ranks, scan.next_rank)
+        whole = set[tuple[object, ...]]()  # ranks' places with the hosts that have all copies: so have the next rank's
         for rank in ranks[begin : begin + LOOKS_MAX]:
+            place = None if sets or substitutes.flaky else self.view.place_of(placement, attempt, rank)
+            if place and (place, *found[rank]) in whole and _are_good(found[rank].values(), commit, rank):
+                continue
             is_settled = self._consider_shard(now, job, attempt, step, rank, commit, substitutes, may_drop=may_drop)
+            if place and is_settled:
+                whole.add((place, *found[rank]))
             if rank in sets and not self.parity.is_kept(now, job, attempt, step, rank, sets[rank]):
                 is_settled = False
             scan.is_settled = scan.is_settled and is_settled
@@ -604,7 +617,7 @@ class Repair:
         ranks = job.parity_sets(step).get(shard.rank) if shard.is_parity else None
         if spec is not None or ranks is None:
             return spec.chunks_count if spec is not None else 0
-        others = (job.spec(replace(shard, rank=other, is_parity=False)) for other in ranks.others(shard.rank))
+        others = (job.spec(shard._replace(rank=other, is_parity=False)) for other in ranks.others(shard.rank))
         return ranks.rows_count(max((each.chunks_count for each in others if each is not None), default=0))
 
     def host_died(self, host_id: str) -> None:

@@ -6,7 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from parity_sums import rows_by_definition
@@ -71,7 +71,7 @@ class RankShard:
     def next_step(self, changed: Mapping[int, bytes], chunk_bytes: int) -> RankShard:
         """Return it at the next step, with some chunks changed."""
         chunks = tuple(changed.get(at, chunk) for at, chunk in enumerate(self.chunks))
-        return self.made(replace(self.shard, step=self.shard.step + 1), chunks, chunk_bytes)
+        return self.made(self.shard._replace(step=self.shard.step + 1), chunks, chunk_bytes)
 
     @property
     def shard(self) -> ShardId:

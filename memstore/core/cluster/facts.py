@@ -78,10 +78,12 @@ class ByRank:
     def part(self, host: str) -> dict[int, str]:
         """Return the values that a host is to keep, by rank."""
         if self._ranks_on is None:
-            self._ranks_on = {}
+            together, self._ranks_on = dict[tuple[str, ...], list[int]](), {}
             for rank in sorted(self.keepers):
-                for each in self.keepers[rank]:
-                    self._ranks_on.setdefault(each, []).append(rank)
+                together.setdefault(self.keepers[rank], []).append(rank)
+            for hosts, ranks in together.items():
+                for each in hosts:
+                    self._ranks_on[each] = sorted([*self._ranks_on.get(each, ()), *ranks])
         return {rank: self.values[rank] for rank in self._ranks_on.get(host, ())}
 
     def learn(self, host: str, values: Mapping[int, str]) -> None:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby, repeat, zip_longest
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from memstore.core.cluster.facts import (
     AttemptOpened,
@@ -191,7 +191,8 @@ class Attempt:
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by name and rank (R18.8)
     recovery: Recovery | None = None  # before it, if this controller has seen it
     opened_s: float | None = None  # wall clock
-    reported_step: int = -1  # newest that a host said is trained, put or not
+    trained_step: int = -1  # newest that is known to be trained, put or not; ranks may have come further
+    moves_count: int = 0
     #: The members by host, once they are asked for.
     _on_host: dict[str, list[AttemptMember]] = field(default_factory=dict)
 
@@ -225,11 +226,6 @@ class Attempt:
         return self.generation > 0
 
     @property
-    def trained_step(self) -> int:
-        """Return the newest step that is known to be trained; ranks may have come further."""
-        return max((self.reported_step, *(member.step for member in self.members.values())))
-
-    @property
     def replicas(self) -> int:
         """Return how many copies are asked for, the owner's own included."""
         return int(self.config["replicas"])
@@ -247,6 +243,7 @@ class Attempt:
     def place(self, members: dict[int, AttemptMember]) -> None:
         """Take other members, or the same on other hosts."""
         self.members, self._on_host = members, {}
+        self.moves_count += 1
 
     def members_on(self, host: str) -> Sequence[AttemptMember]:
         """Return the members of a host; all hosts ask at once when a controller begins."""
@@ -254,6 +251,23 @@ class Attempt:
             for member in self.members.values():
                 self._on_host.setdefault(member.host_id, []).append(member)
         return self._on_host.get(host, ())
+
+    def saw(self, member: AttemptMember, step: int) -> None:
+        """Take that a rank has trained a step, as a copy of it shows."""
+        member.step = max(member.step, step)
+        self.trained_step = max(self.trained_step, step)
+
+    @property
+    def has_lost_ranks(self) -> bool:
+        """Return whether some rank is gone or missed."""
+        # Every tick asks: of thousands of members no property is looked at one by one.
+        return any(m.is_gone or m.last_active_s == -math.inf for m in self.members.values())
+
+    @property
+    def hosts(self) -> Collection[str]:
+        """Return the hosts of its members."""
+        self.members_on("")
+        return self._on_host.keys()
 
     def written_again(self, job: str, wall_s: float) -> AttemptOpened:
         """Return the fact of this attempt with its present members."""
@@ -354,6 +368,22 @@ class Restore:
     wall_s: float
 
 
+class Held(NamedTuple):
+    """One shard with enough copies: its entry in the commit fact, and why it is degraded, if it is."""
+
+    digest: str
+    hosts: tuple[str, ...]
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRanks:
+    """The ranks of a step that were found with enough copies, for this placement on these hosts."""
+
+    placed: tuple[object, ...]
+    ranks: dict[int, Held] = field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class Job:
     """The controller's state of one job."""
@@ -394,6 +424,8 @@ class Job:
     settled: dict[StepId, int] = field(default_factory=dict)  # `changes` of a step that needed no repair then
     damaged: set[StepId] = field(default_factory=set)  # steps of which some copy came with chunks missing
     short: dict[StepId, int] = field(default_factory=dict)  # the first rank found without enough copies to commit
+    #: Of open steps: of a rank until another copy of its shard comes, of all until one goes.
+    held: dict[StepId, HeldRanks] = field(default_factory=dict)
 
     @property
     def newest(self) -> Attempt | None:
@@ -562,10 +594,13 @@ class Job:
     def add_copy(self, copy: Copy) -> None:
         """Record a verified copy, or parity, replacing the last report of that shard on that host."""
         step = StepId(copy.shard.attempt, copy.shard.step)
-        if copy.shard.is_parity:
-            self.parity.setdefault(step, {}).setdefault(copy.shard.rank, {})[copy.host] = copy
-        else:
-            self.copies.setdefault(step, {}).setdefault(copy.shard.rank, {})[copy.host] = copy
+        table = self.parity if copy.shard.is_parity else self.copies
+        hosts = table.setdefault(step, {}).setdefault(copy.shard.rank, {})
+        hosts[copy.host] = copy
+        if step in self.held:
+            for rank in (copy.shard.rank, *(each.rank for each in copy.spec.summands)):
+                self.held[step].ranks.pop(rank, None)
+        if not copy.shard.is_parity:
             self.on_host.setdefault(copy.host, {}).setdefault(step, set()).add(copy.shard.rank)
             if copy.missing:
                 self.damaged.add(step)
@@ -608,6 +643,7 @@ class Job:
         """Forget one copy."""
         step = StepId(shard.attempt, shard.step)
         self._changed(step)
+        self.held.pop(step, None)
         if shard.is_parity:
             self._drop_parity(step, shard.rank, host_id)
             return
@@ -697,20 +733,30 @@ class Job:
                     found.setdefault(host, []).append(shard)
         return found
 
+    def hosts_of(self, step: StepId) -> set[str]:
+        """Return the hosts with copies or parity of a step."""
+        having = {host for host, steps in self.on_host.items() if step in steps}
+        return having.union(*self.parity.get(step, {}).values())
+
     def drop_step(self, step: StepId) -> None:
         """Forget every copy of a step, and its parity."""
         self.parity.pop(step, None)
-        for host in {host for hosts in self.copies.pop(step, {}).values() for host in hosts}:
-            del self.on_host[host][step]
+        self.copies.pop(step, None)
+        self.held.pop(step, None)
+        for steps in self.on_host.values():
+            steps.pop(step, None)
+
+    def drop_step_on(self, host_id: str, step: StepId) -> None:
+        """Forget every copy, and all parity, of a step on a host."""
+        for rank in [rank for rank, hosts in self.parity.get(step, {}).items() if host_id in hosts]:
+            self.drop_copy(ShardId(self.name, step.attempt, step.step, rank, is_parity=True), host_id)
+        for rank in list(self.on_host.get(host_id, {}).get(step, ())):
+            self.drop_copy(ShardId(self.name, step.attempt, step.step, rank), host_id)
 
     def drop_host(self, host_id: str) -> None:
         """Forget every copy, and all parity, on a host."""
-        for step, kept in list(self.parity.items()):
-            for rank in [rank for rank, hosts in kept.items() if host_id in hosts]:
-                self.drop_copy(ShardId(self.name, step.attempt, step.step, rank, is_parity=True), host_id)
-        for step, ranks in list(self.on_host.get(host_id, {}).items()):
-            for rank in list(ranks):
-                self.drop_copy(ShardId(self.name, step.attempt, step.step, rank), host_id)
+        for step in {*self.parity, *self.on_host.get(host_id, ())}:
+            self.drop_step_on(host_id, step)
         self.on_host.pop(host_id, None)
         self.refusals = {key: why for key, why in self.refusals.items() if key[1] != host_id}
 
@@ -738,7 +784,8 @@ class Job:
             wall_s: When, for people.
         """
         digests = ByRank.of([digest for digest, _ in shards], [hosts for _, hosts in shards])
-        others = tuple(sorted({host for _, hosts in shards for host in hosts} - self._attempt_hosts(step.attempt)))
+        having = set[str]().union(*{hosts for _, hosts in shards})
+        others = tuple(sorted(having - self._attempt_hosts(step.attempt)))
         return StepCommitted(
             self.name, step.attempt, step.step, len(shards), digests, level, bool(reason), reason, wall_s, others=others
         )
@@ -753,8 +800,7 @@ class Job:
         return named.union(fact.others, self._attempt_hosts(step.attempt))
 
     def _attempt_hosts(self, number: int) -> set[str]:
-        members = self.attempts[number].members.values() if number in self.attempts else ()
-        return {member.host_id for member in members}
+        return set(self.attempts[number].hosts) if number in self.attempts else set()
 
     def _commit_fact(self, step: StepId) -> CommitFact:
         fact = self.commits[step]

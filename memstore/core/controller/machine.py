@@ -82,6 +82,7 @@ class Inputs:
             reports.FactsWritten: lambda host, report: p.journal.log.ack(host, report.seq),
             reports.Sealed: self._sealed,
             reports.Freed: p.drops.freed,
+            reports.StepFreed: p.drops.step_freed,
             reports.PushFailed: lambda host, report: p.repair.push_failed(state.now, report),
             reports.Fenced: self._fenced,
             reports.Reserved: p.room.reserved,

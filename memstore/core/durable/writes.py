@@ -493,7 +493,7 @@ def _part(write: Write, shard: WireShard, numbers: tuple[int, ...]) -> SlicesOfS
     """Return an order of slices; the base is left out unless it has the rank's shard in the same sizes."""
     base, spec = write.base, write.specs[shard.rank]
     older = base.specs.get(shard.rank) if base is not None and write.bases_max else None
-    if base is None or older is None or replace(older, digest=spec.digest) != spec:
+    if base is None or older is None or older._replace(digest=spec.digest) != spec:
         return SlicesOfShard(shard, spec.digest, numbers, None, write.bases_max)
     tags = tuple(use.tag for use in base.uses.get(shard.rank, ()))
     return SlicesOfShard(

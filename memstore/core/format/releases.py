@@ -13,9 +13,9 @@ from memstore.distribution import VERSION
 
 RELEASES: Mapping[str, Mapping[str, int]] = {
     "0.2.0": {
-        "wire": 18,  # what processes send one another; also what holder and controller are started with
+        "wire": 19,  # what processes send one another; also what holder and controller are started with
         "arena": 3,  # the slot table, and all else in a host's folder: manifests and the layouts in them
-        "journal": 11,
+        "journal": 12,
         "manifest": 1,
         "parity": 3,  # a manifest of rows
         "layout": 2,

@@ -24,6 +24,7 @@ from memstore.core.wire.orders import (
     DurableOrder,
     Fence,
     FreeCopies,
+    FreeStep,
     HostNews,
     Order,
     PushCopy,
@@ -34,7 +35,7 @@ from memstore.core.wire.orders import (
     TermNumber,
     VerifyCopies,
 )
-from memstore.core.wire.reports import CopiesVerified, Freed, Reserved
+from memstore.core.wire.reports import CopiesVerified, Freed, Reserved, StepFreed
 from memstore.errors import CapacityError, InternalError
 
 # -- room ---------------------------------------------------------------------------------------------
@@ -100,6 +101,15 @@ async def free(io: HolderIo, state: HolderState, order: FreeCopies) -> None:
     """Drop shards, and report that they are dropped."""
     await _drop(io, state, order.shards, number=order.number)
     await _grant(io, state, order.shards)
+
+
+async def free_step(io: HolderIo, state: HolderState, order: FreeStep) -> None:
+    """Drop all of a step, and report that it is dropped, also if that failed."""
+    try:
+        await io.on_store(partial(state.store.drop_step, order.job, order.step.attempt, order.step.step))
+    finally:
+        state.report(StepFreed(job=order.job, step=order.step, number=order.number))
+    await ranks.grant_job(io, state, order.job)
 
 
 async def drop_job(io: HolderIo, state: HolderState, order: DropJob) -> None:
@@ -171,6 +181,8 @@ def obey(io: HolderIo, state: HolderState, order: Order) -> Coroutine[Any, Any, 
             return ranks.send_to_attempt(io, state, order)
         case FreeCopies():
             io.start(DROP, free, state, order)
+        case FreeStep():
+            io.start(DROP, free_step, state, order)
         case DropJob():
             io.start(DROP, drop_job, state, order)
         case VerifyCopies():

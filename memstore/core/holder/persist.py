@@ -11,7 +11,7 @@ chunks that changed only the blocks that did are written, where this holder wrot
 from __future__ import annotations
 
 from collections.abc import Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -124,7 +124,7 @@ async def _base(io: HolderIo, storage: Storage, piece: Slice, stored: StoredRepl
     try:
         if not piece.base_digests:
             place = structs.replace(piece.order.durable, key=storage.key, tags=base.tags)
-            manifest = await io.read_durable_manifest(place, _shard_of(shard, ref), replace(spec, digest=ref.digest))
+            manifest = await io.read_durable_manifest(place, _shard_of(shard, ref), spec._replace(digest=ref.digest))
             piece.base_digests[:] = [chunk.digest for chunk in decode_manifest(manifest).chunks]
         return Base(ref, piece.base_digests, await io.read_slice_headers(storage, shard, spec, number, ref))
     except IntegrityError as exc:
@@ -158,7 +158,7 @@ def _planned(
 
 def _shard_of(shard: ShardId, ref: SliceRef) -> ShardId:
     """Return the same rank's shard of an older step."""
-    return replace(shard, attempt=ref.step.attempt, step=ref.step.step)
+    return shard._replace(attempt=ref.step.attempt, step=ref.step.step)
 
 
 async def _is_wanted(io: HolderIo, state: HolderState, piece: Slice, nbytes: int) -> bool:

@@ -331,7 +331,7 @@ class EventRecorder:
                 copies=fewest(fact.digests.keepers.values()),
                 level=fact.level,
                 nbytes=sum(next(iter(hosts.values())).spec.nbytes for hosts in ranks.values() if hosts),
-                hosts=sorted({host for hosts in fact.digests.keepers.values() for host in hosts})[:NAMED_MAX],
+                hosts=sorted(job.hosts_of(step))[:NAMED_MAX],
                 degraded=fact.reason if fact.is_degraded else "",
                 seconds=phases(committed=took_s, redundant=None if fact.is_degraded else took_s),
             )

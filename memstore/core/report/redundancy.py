@@ -125,7 +125,9 @@ class RedundancyMonitor:
         if step is None or attempt is None:
             return {}
         ranks = job.copies.get(step, {})
-        whole = {r: sum(not c.missing for c in ranks.get(r, {}).values()) for r in range(job.commits[step].world_size)}
+        whole = {rank: len(ranks.get(rank, ())) for rank in range(job.commits[step].world_size)}
+        for rank in whole if step in job.damaged else ():
+            whole[rank] = sum(not copy.missing for copy in ranks.get(rank, {}).values())
         for rank in job.parity_sets(step):
             whole[rank] += job.parity_copies(step, rank)
         return {rank: attempt.replicas - count for rank, count in whole.items() if count < attempt.replicas}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from memstore.core.attempts.join import Attempts, launches
@@ -419,7 +419,7 @@ class StatusReport:
         lacking = {host: shard for host in wanted if host not in hosts}
         for rank, keeping in job.parity_hosts(step, shard.rank).items():
             if not keeping:
-                lacking[self.view.owner_host(job, attempt, rank)] = replace(shard, rank=rank, is_parity=True)
+                lacking[self.view.owner_host(job, attempt, rank)] = shard._replace(rank=rank, is_parity=True)
         if not lacking:
             return hosts, (), "; ".join(["no other host may hold it", *([waits] if waits else [])])
         reasons = {host: self._why_not_copied(job, each, host) for host, each in lacking.items()}

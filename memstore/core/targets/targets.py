@@ -224,6 +224,16 @@ class ClusterView:
         targets = placement.targets_of(owner, rank) if placement is not None else ()
         return [owner, *self.shared_shards.targets(job, attempt, rank, owner, targets)]
 
+    def place_of(self, placement: Placement, attempt: Attempt, rank: int) -> tuple[str, int] | None:
+        """Return what decides which hosts are to hold a rank's copies, where it is the same for many ranks; else None.
+
+        Its host and its turn among the placements, unless that host is dead or ranks share a state.
+        """
+        member = attempt.members.get(rank)
+        if member is None or attempt.writers or not self.state.hosts.is_live(member.host_id):
+            return None
+        return member.host_id, rank % len(placement.placements)
+
     def peer_hosts(self, job: Job, attempt: Attempt, rank: int) -> list[str]:
         """Return the hosts that are to hold a rank's shard besides the rank's own."""
         member = attempt.members.get(rank)

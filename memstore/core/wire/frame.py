@@ -23,7 +23,7 @@ from typing import NamedTuple, NoReturn
 from memstore import errors
 
 MAGIC = b"MSTO"
-VERSION = 18
+VERSION = 19
 
 BODY_BYTES_MAX = 16 << 20
 """One call, reply or event: an inventory of 100,000 shards fits; anything longer is sent in pages."""

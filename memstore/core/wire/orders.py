@@ -149,6 +149,14 @@ class FreeCopies(Message, frozen=True, tag="free"):
     """None: the rank is in no attempt."""
 
 
+class FreeStep(Message, frozen=True, tag="free_step"):
+    """Free all that is here of a step, and give up what comes of it; reported (R19)."""
+
+    job: Name
+    step: WireStep
+    number: TermNumber
+
+
 class DropJob(Message, frozen=True, tag="drop_job"):
     """Free copies and all room of a removed job, and fence its processes up to this attempt (R10, R21)."""
 
@@ -376,6 +384,7 @@ Order = (
     | Reserve
     | PushCopy
     | FreeCopies
+    | FreeStep
     | DropJob
     | VerifyCopies
     | StepLevel

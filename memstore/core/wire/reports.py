@@ -110,6 +110,14 @@ class Freed(Message, frozen=True, tag="freed"):
     number: TermNumber | None
 
 
+class StepFreed(Message, frozen=True, tag="step_freed"):
+    """Nothing of a step is here any more, as ordered."""
+
+    job: Name
+    step: WireStep
+    number: TermNumber
+
+
 class PushFailed(Message, frozen=True, tag="push_failed"):
     """A copy could not be made on another host."""
 
@@ -234,6 +242,7 @@ DurableReport = SliceWritten | MarkerWritten | StepRemoved
 Report = (
     Sealed
     | Freed
+    | StepFreed
     | PushFailed
     | Fenced
     | Reserved

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from urllib.parse import unquote
@@ -214,8 +213,8 @@ class PartsTier:
                     reader,
                     self._header(
                         reader,
-                        replace(shard, attempt=ref.step.attempt, step=ref.step.step),
-                        replace(spec, digest=ref.digest),
+                        shard._replace(attempt=ref.step.attempt, step=ref.step.step),
+                        spec._replace(digest=ref.digest),
                         number,
                     ),
                 )

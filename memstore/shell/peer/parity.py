@@ -321,7 +321,7 @@ class ParityServer:
             by_rank[each.rank] = _Part(manifest.shard, each.digest, hosts.get(each.rank, ""), manifest.chunks)
         number = ranks.next(stored.shard.rank)
         second = (
-            _Part(replace(stored.shard, rank=number), row.parity, row.host)
+            _Part(stored.shard._replace(rank=number), row.parity, row.host)
             for row in others
             if row.rank == number and row.parity is not None and ranks.spare > 1
         )

@@ -7,7 +7,7 @@ and says what fails there.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar, cast
 
 from msgspec import structs
@@ -163,7 +163,7 @@ class DirectedRank(SimRank):
         fields = reply_fields(reply, encode(reply))
         if isinstance(answer, CopiedRead):
             shard, digest = decode_manifest(answer.placed.manifest).shard, shard_digest(answer.placed.manifest)
-            fields |= {"shard": list(astuple(shard))[:4], "digest": digest, "bytes": answer.whole}
+            fields |= {"shard": list(shard[:4]), "digest": digest, "bytes": answer.whole}
         self.answers.setdefault(tag_of(request), []).append(fields)
         if isinstance(reply, Joined):
             self.attempt, self.rank, self.place = reply.attempt, reply.rank, (reply.rank, reply.attempt)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -247,5 +246,5 @@ def test_shards_too_short_for_their_parity_set_make_the_odds_a_bound() -> None:
     job, live = world.job(), world.served.hosts.live_ids()
     assert all(row.is_exact for row in survival_rows(job, live, 2))
     copies = job.copies[StepId(1, 1)][0]
-    copies.update({host: replace(each, spec=replace(each.spec, chunks_count=1)) for host, each in copies.items()})
+    copies.update({host: each._replace(spec=each.spec._replace(chunks_count=1)) for host, each in copies.items()})
     assert not any(row.is_exact for row in survival_rows(job, live, 2))

@@ -306,7 +306,7 @@ def test_a_request_that_contradicts_its_bytes_stores_nothing(whole_pair: tuple[H
     b.replicas.ensure_free(4)
     data = b"\1" * 100
     manifest = Manifest(SHARD, 1, b"", 100, CHUNK_BYTES, (Chunk(chunk_digest(data), 100),))
-    named = dataclasses.replace(SHARD, rank=1) if nonsense == "other shard" else SHARD
+    named = SHARD._replace(rank=1) if nonsense == "other shard" else SHARD
     sender = "elsewhere" if nonsense == "another's name" else "x"
     sent = {"short": data[:50], "long": data + b"\1"}.get(nonsense, data)
     request = WholeShard(shard=WireShard.of(named), sender=sender, attempt=1, manifest=encode_manifest(manifest))

@@ -105,14 +105,14 @@ def test_what_is_decoded_is_what_adding_up_the_rest_of_the_rows_gives(all_hosts:
 def test_shards_that_the_parity_does_not_name_decode_nothing(ranks: ParitySet) -> None:
     """A sibling's copy with other bytes is not what was added; a rank outside the set, or its own, gives nothing."""
     found = Hosts.of(ranks, [12] * len(ranks.ranks), seed=1)
-    others = [replace(found.copy(r), spec=replace(found.spec(r), digest="x")) for r in ranks.ranks[2:]]
+    others = [found.copy(r)._replace(spec=found.spec(r)._replace(digest="x")) for r in ranks.ranks[2:]]
     (partial,) = decoded(found.parity(0), 1, {copy.shard.rank: [copy] for copy in others})
     assert partial.missing == {0, 1, 2}
     assert decoded(found.parity(0), 0, {r: [found.copy(r)] for r in ranks.ranks}) == []
     assert decoded(found.parity(0), 9, {}) == []
     assert set_of(found.parity(1).shard, found.parity(1).spec) == ranks
     assert [summand_spec(found.parity(1).spec, each) for each in found.parity(1).spec.summands] == [
-        replace(found.spec(rank), summands=()) for rank in ranks.others(1)
+        found.spec(rank)._replace(summands=()) for rank in ranks.others(1)
     ]
 
 
@@ -307,10 +307,10 @@ def test_a_second_row_of_other_bytes_is_not_used() -> None:
     found = Hosts.of(ParitySet((0, 1, 2, 3), spare=2), [12] * 4, seed=1)
     plain, second = found.parity(0), found.parity(1)
     summands = tuple(replace(each, digest="x") if each.rank == 2 else each for each in second.spec.summands)
-    strange = replace(second, spec=replace(second.spec, summands=summands))
-    narrow = replace(second, spec=replace(second.spec, summands=second.spec.summands[:2]))
+    strange = second._replace(spec=second.spec._replace(summands=summands))
+    narrow = second._replace(spec=second.spec._replace(summands=second.spec.summands[:2]))
     assert {copy.decoding for copy in decoded(plain, 2, {}, [second])} == {1, 2, 3}
-    for others in ([], [strange], [narrow], [found.parity(2)], [replace(second, missing=frozenset({1, 3}))]):
+    for others in ([], [strange], [narrow], [found.parity(2)], [second._replace(missing=frozenset({1, 3}))]):
         assert 3 not in {copy.decoding for copy in decoded(plain, 2, {}, others)}
 
 

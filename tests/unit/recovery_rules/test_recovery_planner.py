@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -193,7 +192,7 @@ def test_two_whole_digests_without_a_commit_are_ambiguous() -> None:
     found = restore([*whole_step(4), *pair])
     assert found.step == StepId(1, 4)
     assert "ambiguous" in found.rejected[0].reason
-    one_torn = [pair[0], replace(pair[1], missing=frozenset({0})), pair[2]]
+    one_torn = [pair[0], pair[1]._replace(missing=frozenset({0})), pair[2]]
     assert restore(one_torn).digests[0] == "x"
     assert restore(pair, markers=[DurableMarker(StepId(1, 5), 2, {0: spec("y"), 1: spec("d5-1")})]).digests[0] == "y"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -248,7 +248,7 @@ def header_of(*origins: SliceRef | None) -> SliceHeader:
 
 def test_chunks_of_slices_that_are_mostly_out_of_use_are_written_again() -> None:
     """So that what is kept of older slices is at most twice what is read of them."""
-    spec = replace(SPEC, nbytes=128 * CHUNK, chunks_count=128)
+    spec = SPEC._replace(nbytes=128 * CHUNK, chunks_count=128)
     assert slice_chunks(spec) == 8
     sizes = (CHUNK,) * 8
     base = Base(A, [b"a"] * 128, {A: SliceHeader(1, spec, 0, sizes, (False,) * 8)})

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from memstore.core.holder import ranks
 from memstore.core.holder.holder_io import HolderIo, Lane, Peer, PushSource, StreamingSource
@@ -104,7 +104,7 @@ async def run(io: HolderIo, state: HolderState, push: Push) -> None:
     finally:
         waiting = state.pushes.under_way.pop(push.key, [])
     if why:
-        missing = push.shard if push.parity is None else replace(push.shard, rank=push.parity.rank, is_parity=True)
+        missing = push.shard if push.parity is None else push.shard._replace(rank=push.parity.rank, is_parity=True)
         state.report(PushFailed(shard=WireShard.of(missing), target=push.target, why=why, is_final=is_final))
         return
     for replication in waiting:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from memstore.core.cluster.job import TRUSTED, Job
 from memstore.core.cluster.step_lookup import kept_steps
-from memstore.core.wire.orders import DropJob, FreeCopies
+from memstore.core.wire.orders import DropJob, FreeCopies, FreeStep
 from memstore.testing.simulator.checks.observed import Observed, are_well, racks_of, trusted_hosts
 from memstore.testing.simulator.checks.parity import LossCheck, claimed, short_of
 from memstore.testing.simulator.world.world import AnyController, Violation, World
@@ -310,9 +310,14 @@ class DropCheck:
         self._unaware: set[tuple[str, ShardId]] = set()  # dropped by order of a controller that knew of no such commit
         self._taken_s: dict[tuple[str, ShardId], float] = {}  # (host, shard) -> when a fault took the copy
 
-    def ordered(self, controller: AnyController, host: str, order: FreeCopies | DropJob) -> None:
+    def ordered(self, controller: AnyController, host: str, order: FreeCopies | FreeStep | DropJob) -> None:
         """Look at an order to drop copies: of its newest committed step a controller must know enough others."""
-        shards = [shard.id for shard in order.shards]
+        if isinstance(order, FreeStep):
+            place = (order.job, order.step.attempt, order.step.step)
+            here = {shard for shard, _ in self.world.holders[host].replicas.index.shards}
+            shards = sorted(shard for shard in here if (shard.job, shard.attempt, shard.step) == place)
+        else:
+            shards = [shard.id for shard in order.shards]
         self._look_at_leases(controller, host, shards)
         self._ordered_s.update({(host, shard): self.world.now for shard in shards})
         job = controller.machine.jobs.get(self.world.scenario.job)

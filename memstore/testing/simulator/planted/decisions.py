@@ -155,7 +155,7 @@ def reports_counted_twice(real: Any, self: StepCommits, now: float, copy: Any, p
     known = job.copies.get(step, {}).get(copy.shard.rank, {}) if job is not None else {}
     if job is not None and known.get(copy.host) == copy and step not in job.commits:
         for host in self.state.hosts.live_ids():
-            job.add_copy(replace(copy, host=host))
+            job.add_copy(copy._replace(host=host))
     real(self, now, copy, put)
 
 
@@ -221,7 +221,7 @@ def damaged_copy_counted(
     """Repair counts a copy that lacks chunks as whole."""
     kept = job.copies[step]
     job.copies[step] = {
-        rank: {host: replace(copy, missing=frozenset()) for host, copy in hosts.items()} for rank, hosts in kept.items()
+        rank: {host: copy._replace(missing=frozenset()) for host, copy in hosts.items()} for rank, hosts in kept.items()
     }
     try:
         real(self, now, job, attempt, step, **how)

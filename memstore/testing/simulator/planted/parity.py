@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 from memstore.core.arena.parity_rows import IncomingParity
 from memstore.core.arena.replica_index import ReplicaIndex
 from memstore.core.arena.replica_store import ReplicaStore, Store
-from memstore.core.cluster.job import Job
-from memstore.core.commits import CommitRule, Held
+from memstore.core.cluster.job import Held, Job
+from memstore.core.commits import CommitRule
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.peer_messages import ChunksLacking
@@ -127,7 +126,7 @@ def unfinished_rows_adopted() -> Iterator[None]:
 
     def adopted(self: ParityServer, request: Any, of: Any) -> Any:
         answer = offer(self, request, of)
-        begun = self.replicas.index.parity.get(replace(request.shard.id, rank=of.rank, is_parity=True))
+        begun = self.replicas.index.parity.get(request.shard.id._replace(rank=of.rank, is_parity=True))
         if begun is not None:
             before = left.get((self.host_id, begun.shard))
             if before is not None and before is not begun and not begun.named:

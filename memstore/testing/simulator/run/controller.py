@@ -19,7 +19,7 @@ from memstore.core.wire.messages import (
     SendOrder,
     Tick,
 )
-from memstore.core.wire.orders import DropJob, FreeCopies, decode_order
+from memstore.core.wire.orders import DropJob, FreeCopies, FreeStep, decode_order
 from memstore.core.wire.reports import FactsWritten, HostInventory, Report
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.world.virtual_time import Stream
@@ -107,7 +107,7 @@ class SimController:
             if isinstance(action, LogLine):
                 self.world.note(f"{self.name}: {action.text}")
                 continue
-            if isinstance(action, SendOrder) and isinstance(action.order, FreeCopies | DropJob):
+            if isinstance(action, SendOrder) and isinstance(action.order, FreeCopies | FreeStep | DropJob):
                 self.checker.drops.ordered(self, action.host_id, action.order)
             session = self.sessions.get(action.host_id)
             if session is not None:

@@ -17,7 +17,7 @@ from memstore.core.arena.slot_table import PeerShare
 from memstore.core.cluster.facts import StepSkipped
 from memstore.core.journal.records import Entry
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.orders import FreeCopies, PushCopy, Reserve
+from memstore.core.wire.orders import FreeStep, PushCopy, Reserve
 from memstore.core.wire.peer_messages import Done, Offer
 from memstore.errors import CapacityError
 from memstore.shell.arena.arena import open_store
@@ -130,7 +130,7 @@ def test_a_step_that_retention_dropped_is_not_rebuilt() -> None:
     """One host missed the order to drop an old step: nothing is copied from it, and a restore's first put frees it."""
     world, _ = trained(3, 3, last=1)
     old = ShardId(JOB, 1, 1, 0)
-    world.holders["h0"].instead[FreeCopies] = lambda order: None  # as if the order had died with a session
+    world.holders["h0"].instead[FreeStep] = lambda order: None  # as if the order had died with a session
     ranks = [r for _, r in sorted(world.ranks.items())]
     assert world.put_all(ranks, 2)
     world.run(2.0)

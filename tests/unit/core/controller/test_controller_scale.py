@@ -65,7 +65,7 @@ def test_a_step_that_lacks_one_copy_is_not_committed_and_the_last_copy_commits_i
 
 
 def test_a_whole_step_costs_ticks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Repair looks at every shard once after a commit, and again only when something has changed."""
+    """Repair looks at every host's shards once after a commit, and again only when something has changed."""
     fleet = ControllerFleet(16)
     fleet.put(1)
     fleet.handle(Tick())
@@ -78,7 +78,7 @@ def test_a_whole_step_costs_ticks_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     gone = job.copies[step][3][fleet.hosts[0]]
     job.drop_copy(gone.shard, gone.host)
     fleet.handle(Tick())
-    assert looks[0] == fleet.world_size
+    assert looks[0] == 16 + 1  # one of each host, and the one that lacks a copy
     assert (gone.shard, gone.host) in fleet.machine.parts.repair.pushes.under_way
 
 
@@ -127,7 +127,7 @@ def test_a_tick_looks_at_no_more_shards_than_its_limit_and_comes_to_all_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A job of more ranks is looked at over several ticks, so that no tick holds up the seals."""
-    fleet = ControllerFleet(LOOKS_MAX // 8 + 16)
+    fleet = ControllerFleet(LOOKS_MAX + 16, ranks_per_host=1)
     fleet.put(1)
     fleet.machine.parts.repair.look_again(fleet.machine.jobs[JOB])
     looks = counted(monkeypatch, Repair, "_consider_shard")
@@ -137,6 +137,32 @@ def test_a_tick_looks_at_no_more_shards_than_its_limit_and_comes_to_all_of_them(
     assert looks[0] == fleet.world_size
     fleet.handle(Tick())
     assert looks[0] == fleet.world_size
+
+
+@pytest.mark.parametrize("harm", ["none", "a chunk", "other bytes", "a copy", "a copy more"])
+def test_of_ranks_with_copies_on_the_same_hosts_one_is_looked_at_closely_and_any_other_that_lacks_something(
+    monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    """What is missing is missing of one rank, so no other rank's verdict may be taken for it."""
+    fleet = ControllerFleet(4)
+    fleet.put(1)
+    machine, job = fleet.machine, fleet.machine.jobs[JOB]
+    step, host = next(iter(job.commits)), fleet.hosts[0]
+    copy, there = job.copies[step][3][host], {*job.copies[step][3]}
+    if harm != "none":
+        job.drop_copy(copy.shard, host)
+    if harm in ("a chunk", "other bytes"):
+        spec = copy.spec._replace(digest="0" * 32) if harm == "other bytes" else copy.spec
+        job.add_copy(copy._replace(spec=spec, missing=frozenset({1} if harm == "a chunk" else ())))
+    if harm == "a copy more":
+        job.add_copy(copy)
+        job.add_copy(copy._replace(host=next(h for h in fleet.hosts if h not in there)))
+    looks = counted(monkeypatch, Repair, "_consider_shard")
+    fleet.handle(Tick())
+    assert harm in ("a copy", "other bytes") or {*job.copies[step][3]} == there
+    pushed = (copy.shard, host) in machine.parts.repair.pushes.under_way
+    assert pushed == (harm in ("a chunk", "other bytes", "a copy"))
+    assert looks[0] == (4 if harm == "none" else 5)
 
 
 def test_a_seal_that_comes_while_all_shards_are_looked_at_is_looked_at_too() -> None:

@@ -152,8 +152,8 @@ def test_other_numbers_are_refused_by_name() -> None:
     """Each says which number it is, and who reads it."""
     files = golden_files(VERSION)
     record = bytearray(next(iter(_payloads(files["h0/journal"]))))
-    record[16] = 12
-    with pytest.raises(ProtocolError, match=r"format 12, not 11: a release after 0\.2\.0 wrote it"):
+    record[16] = FORMATS["journal"] + 1
+    with pytest.raises(ProtocolError, match=r"format \d+, not \d+: a release after 0\.2\.0 wrote it"):
         entry_from_record(bytes(record))
     data = bytearray(next(data for name, data in files.items() if name.startswith("h0/manifests/")))
     data[1] = 9
@@ -178,13 +178,13 @@ def newer(**formats: int) -> Build:
 
 def test_ranks_that_run_must_understand_the_holder_that_comes() -> None:
     """Another wire ends the training first; another arena or journal wants the step made durable."""
-    running = {"h1": NOW, "h2": NOW}
+    running, wire = {"h1": NOW, "h2": NOW}, FORMATS["wire"]
     assert refused_upgrade(running, {"h1": newer(), "h2": newer()}) == ""
     assert refused_upgrade(running, {"h1": newer(manifest=2), "h2": newer(manifest=2)}) == ""
-    words = refused_upgrade(running, {"h1": newer(wire=19), "h2": newer(wire=19)})
-    assert f"memstore 0.3.0 is installed on h1, {VERSION} runs there: wire format 18 becomes 19" in words
+    words = refused_upgrade(running, {"h1": newer(wire=wire + 1), "h2": newer(wire=wire + 1)})
+    assert f"memstore 0.3.0 is installed on h1, {VERSION} runs there: wire format {wire} becomes {wire + 1}" in words
     assert "End the training, then `memstore down` and `memstore up`: the arenas stay" in words
-    words = refused_upgrade(running, {"h1": newer(wire=19, arena=4), "h2": newer(wire=19, arena=4)})
+    words = refused_upgrade(running, {"h1": newer(wire=wire + 1, arena=4), "h2": newer(wire=wire + 1, arena=4)})
     assert "arena format 3 becomes 4" in words
     assert "`memstore persist JOB`" in words
 

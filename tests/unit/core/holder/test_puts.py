@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -480,8 +480,8 @@ def test_patches_are_of_the_newest_older_step_that_the_target_may_have() -> None
     host = PushHost()
     host.push()
     assert host.bases == [()]
-    older = [replace(SHARD, attempt=0, step=9), replace(SHARD, step=1)]
-    host.keep(*older, replace(SHARD, step=3), replace(SHARD, step=1, rank=1), replace(SHARD, job="other", step=1))
+    older = [SHARD._replace(attempt=0, step=9), SHARD._replace(step=1)]
+    host.keep(*older, SHARD._replace(step=3), SHARD._replace(step=1, rank=1), SHARD._replace(job="other", step=1))
     host.push()
     assert begin(host.state, Push(older[1], "1" * 32, "b"))
     host.play(run(host, host.state, Push(SHARD, "d", "b")))
@@ -492,11 +492,11 @@ def test_patches_are_of_the_newest_older_step_that_the_target_may_have() -> None
 def test_repairs_and_chunks_that_were_refused_travel_whole() -> None:
     """A base that is bad at the target would spoil every patch of it."""
     host = PushHost()
-    host.keep(replace(SHARD, step=1))
+    host.keep(SHARD._replace(step=1))
     host.push(is_repair=True)
     assert host.bases == [()]
     host = PushHost(lambda request: ChunksLacking(chunks=(1,)) if isinstance(request, Seal) else take(request))
-    host.keep(replace(SHARD, step=1))
+    host.keep(SHARD._replace(step=1))
     host.push()
     assert host.bases == [(b"step 1",)] + [()] * (SEAL_ROUNDS_MAX - 1)
 

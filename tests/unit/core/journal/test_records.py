@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 import typing
 from typing import Any
 
@@ -117,6 +118,36 @@ def test_a_record_of_more_elements_than_a_fact_may_have_is_refused(monkeypatch: 
     record = r.Entry(1, 1, f.SlotsReserved("job", 1, (), 1, ((1, 2),) * 500)).record
     with pytest.raises(ProtocolError, match="1,000 elements"):
         r.entry_from_record(record)
+
+
+HOSTS = tuple(f"host-{number:04d}" for number in range(512))
+
+
+def test_the_hosts_of_an_attempt_are_packed() -> None:
+    """Their names are most of its record, which every host gets."""
+    fact = sample(f.AttemptOpened, is_full=True)
+    fact = msgspec.structs.replace(fact, hosts=tuple(host for host in HOSTS for _ in range(8)))
+    record = r.Entry(1, 1, fact).record
+    assert len(record) < 1_000
+    assert r.entry_from_record(record).fact == fact
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        pytest.param(lzma.compress(msgpack.packb(PINNED))[:-20], "cut off", id="cut off"),
+        pytest.param(lzma.compress(msgpack.packb({**PINNED, "name": "n" * 5000})), "more than 4,096 bytes", id="long"),
+        pytest.param(lzma.compress(b"", filters=[{"id": lzma.FILTER_LZMA2, "dict_size": 1 << 30}]), "", id="window"),
+        pytest.param(b"\xfd7zXZ\x00" + bytes(20), "", id="no stream"),
+    ],
+)
+def test_a_packed_fact_that_is_none_or_would_take_much_memory_is_refused(
+    body: bytes, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few bytes can unfold to gigabytes, or ask for a window of them."""
+    monkeypatch.setattr(r, "BODY_BYTES_MAX", 4096)
+    with pytest.raises(ProtocolError, match=rf"{words}.*memstore down --leftovers"):
+        r.entry_from_record(HEAD + body)
 
 
 KINDS = typing.get_args(f.Fact)

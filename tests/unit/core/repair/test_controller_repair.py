@@ -11,7 +11,7 @@ from memstore.core.arena.slot_table import share_of
 from memstore.core.cluster.job import Job
 from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.messages import HostLost
-from memstore.core.wire.orders import DropJob, FreeCopies, PushCopy, Reserve
+from memstore.core.wire.orders import DropJob, FreeCopies, FreeStep, Order, PushCopy, Reserve
 from memstore.core.wire.reports import Fenced, Sealed
 from memstore.testing.controller.holder import CHUNKS, DirectedHolder, DirectedRank
 from memstore.testing.controller.world import JOB, ControllerWorld, trained
@@ -376,13 +376,17 @@ def pushes(world: ControllerWorld, rank: DirectedRank) -> list[int]:
 STEP = StepId(1, 1)
 
 
-def drop(world: ControllerWorld, host: str) -> None:
-    """Drop a host's copy of rank 0 as a surplus one; repair leaves the host alone for a moment, so that it shows."""
-    parts, shard = world.served.parts, ShardId(JOB, STEP.attempt, STEP.step, 0)
+def drop(world: ControllerWorld, host: str, kind: type[Order] = FreeCopies) -> None:
+    """Drop a host's copy of rank 0, or all of the step; repair leaves the host alone for a moment, so that it shows."""
+    parts, shards = world.served.parts, [ShardId(JOB, STEP.attempt, STEP.step, rank) for rank in (0, 1)]
     parts.out.actions = []
-    parts.drops.order(host, [shard])
-    world.job().drop_copy(shard, host)
-    parts.repair.pushes.refused_s[shard, host] = world.now
+    if kind is FreeStep:
+        parts.drops.order_step(JOB, STEP, [host])
+        world.job().drop_step_on(host, STEP)
+    else:
+        parts.drops.order(host, shards[:1])
+        world.job().drop_copy(shards[0], host)
+    parts.repair.pushes.refused_s.update(((shard, host), world.now) for shard in shards)
     [order] = parts.out.actions
     world._send_down(order)
     world.run(0.3)
@@ -393,8 +397,9 @@ def counted(world: ControllerWorld) -> list[str]:
     return sorted(world.job().copies[STEP][0])
 
 
+@pytest.mark.parametrize("of", [FreeCopies, FreeStep])
 @pytest.mark.parametrize("kind", ["sealed", "fenced"])
-def test_a_report_that_crosses_the_order_to_drop_counts_no_copy(kind: str) -> None:
+def test_a_report_that_crosses_the_order_to_drop_counts_no_copy(kind: str, of: type[Order]) -> None:
     """The host said that it has the copy before it obeyed.
 
     Counted, the copy would be there for no process (R7, R19).
@@ -402,7 +407,7 @@ def test_a_report_that_crosses_the_order_to_drop_counts_no_copy(kind: str) -> No
     world, _ = trained(2)
     holder = world.holders["h0"]
 
-    def cross(order: FreeCopies) -> None:
+    def cross(order: Order) -> None:
         copies = tuple(map(WireCopy.of, holder.held.values()))
         if kind == "fenced":
             holder.report(Fenced(job=JOB, attempt=1, copies=copies))
@@ -411,8 +416,8 @@ def test_a_report_that_crosses_the_order_to_drop_counts_no_copy(kind: str) -> No
                 holder.report(Sealed(copy=copy, put=None))
         holder.carry_out(order)
 
-    holder.instead[FreeCopies] = cross
-    drop(world, "h0")
+    holder.instead[of] = cross
+    drop(world, "h0", of)
     world.run(2.0)
     assert not any(shard.rank == 0 for shard in holder.held)
     assert world.holders_of(STEP, 0) == ["h1"]
@@ -422,19 +427,20 @@ def test_a_report_that_crosses_the_order_to_drop_counts_no_copy(kind: str) -> No
     assert any(shard.rank == 0 for shard in holder.held)
 
 
+@pytest.mark.parametrize("of", [FreeCopies, FreeStep])
 @pytest.mark.parametrize("is_ordered_again", [False, True])
-def test_a_drop_that_outlives_its_session_leaves_no_copy_counted(is_ordered_again: bool) -> None:
+def test_a_drop_that_outlives_its_session_leaves_no_copy_counted(is_ordered_again: bool, of: type[Order]) -> None:
     """The host joins again with the copy in its inventory, and only then obeys the order of before (R7, R19)."""
     world, _ = trained(2)
     holder = world.holders["h0"]
-    copies, late = list(map(WireCopy.of, holder.held.values())), list[FreeCopies]()
-    holder.instead[FreeCopies] = late.append
-    drop(world, "h0")
+    copies, late = list(map(WireCopy.of, holder.held.values())), list[Order]()
+    holder.instead[of] = late.append
+    drop(world, "h0", of)
     world._forget(world._sessions["h0"])  # it is dialled again with the next beat
     world._handle(HostLost("h0", "connection reset"))
     assert world.run_until(lambda: counted(world) == ["h0", "h1"]), "the inventory names the copy"
     if is_ordered_again:
-        drop(world, "h0")
+        drop(world, "h0", of)
     holder.carry_out(late[0])
     if is_ordered_again:  # the first order is not the second: what is reported until that is obeyed goes with it
         for copy in copies:

@@ -166,8 +166,8 @@ def test_a_copy_that_is_not_whole_is_not_elsewhere(flaw: str) -> None:
     for copies in world.job().copies[StepId(1, 1)].values():
         for host in set(copies) - {"h1"}:
             bad = {"missing": frozenset({0})} if flaw == "chunks are missing" else {}
-            spec = copies[host].spec if bad else replace(copies[host].spec, digest="0" * 32)
-            copies[host] = replace(copies[host], spec=spec, **bad)
+            spec = copies[host].spec if bad else copies[host].spec._replace(digest="0" * 32)
+            copies[host] = copies[host]._replace(spec=spec, **bad)
     held = sum("h1" in copies for copies in world.job().copies[StepId(1, 1)].values())
     assert departures.remains("h1").shards_count == held > 0
 

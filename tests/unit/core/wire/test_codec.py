@@ -50,8 +50,8 @@ unsigned = st.integers(0, ids.UNSIGNED_LIMIT - 1)
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
 shards = st.builds(ShardId, names, unsigned, unsigned, unsigned)
 digests = st.binary(min_size=16, max_size=16).map(bytes.hex)
-specs = st.builds(ShardSpec, digests, unsigned, unsigned, unsigned, unsigned)
-copies = st.builds(Copy, shards, specs, st.just("h0"), st.frozensets(unsigned, max_size=4))
+specs = st.builds(ShardSpec, digests, unsigned, unsigned, unsigned, unsigned, st.just(()), st.just(0))
+copies = st.builds(Copy, shards, specs, st.just("h0"), st.frozensets(unsigned, max_size=4), decoding=st.just(0))
 ROW = [["train", 1, 2, 3], ["ab" * 16, 10, 4, 3, 8], []]
 
 
