@@ -296,7 +296,10 @@ class StepCommits:
     def inventory(self, host: str, name: str, copies: list[Copy]) -> None:
         """Take a host's answer to a fence: everything it has of a job (R21)."""
         job = self.state.jobs.get(name)
-        if job is not None:
+        if job is not None and job.has_just(host, copies):
+            job.drop_refusals(host)
+            copies = []
+        elif job is not None:
             job.drop_host(host)
         for copy in copies:
             self.take_copy(copy)

@@ -405,7 +405,7 @@ class Attempts:
             groups=group_numbers(fact.groups),
             recovery=recovery_before(fact, job, joined),
         )
-        job.attempts[fact.attempt] = attempt
+        job.begin(attempt)
         job.placement, job.refusals = None, {}
         self._forget_closes(fact.job)
         if is_replay:

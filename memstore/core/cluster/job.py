@@ -10,6 +10,7 @@ State of a step in an attempt:
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby, repeat, zip_longest
@@ -390,6 +391,7 @@ class Job:
 
     name: str
     attempts: dict[int, Attempt] = field(default_factory=dict)
+    newest: Attempt | None = None  # the newest of these
     copies: dict[StepId, dict[int, dict[str, Copy]]] = field(default_factory=dict)  # step -> rank -> host
     on_host: dict[str, dict[StepId, set[int]]] = field(default_factory=dict)  # the same by host: step -> ranks
     #: Step -> rank -> host that keeps the rank's parity.
@@ -427,10 +429,10 @@ class Job:
     #: Of open steps: of a rank until another copy of its shard comes, of all until one goes.
     held: dict[StepId, HeldRanks] = field(default_factory=dict)
 
-    @property
-    def newest(self) -> Attempt | None:
-        """The newest attempt opened, or None."""
-        return self.attempts[max(self.attempts)] if self.attempts else None
+    def begin(self, attempt: Attempt) -> None:
+        """Take an attempt that was opened; a late host may bring an older one."""
+        self.attempts[attempt.attempt_number] = attempt
+        self.newest = self.attempts[max(self.attempts)]
 
     @property
     def present_number(self) -> int | None:
@@ -671,6 +673,17 @@ class Job:
         table = self.parity if shard.is_parity else self.copies
         return host_id in table.get(StepId(shard.attempt, shard.step), {}).get(shard.rank, {})
 
+    def has_just(self, host_id: str, copies: Sequence[Copy]) -> bool:
+        """Return whether these copies are known, and no others on a host; False also if that takes long to say."""
+        on_host = self.on_host.get(host_id, {})
+        if self.parity or sum(map(len, on_host.values())) != len(copies):
+            return False
+        known = (
+            self.copies.get(StepId(each.shard.attempt, each.shard.step), {}).get(each.shard.rank, {}).get(host_id)
+            for each in copies
+        )
+        return all(map(operator.eq, known, copies))
+
     def parity_sets(self, step: StepId) -> Mapping[int, ParitySet]:
         """Return, by rank, the sets in which a step's shards are added into one another's parity.
 
@@ -758,6 +771,10 @@ class Job:
         for step in {*self.parity, *self.on_host.get(host_id, ())}:
             self.drop_step_on(host_id, step)
         self.on_host.pop(host_id, None)
+        self.drop_refusals(host_id)
+
+    def drop_refusals(self, host_id: str) -> None:
+        """Forget why pushes to a host failed."""
         self.refusals = {key: why for key, why in self.refusals.items() if key[1] != host_id}
 
     def spec(self, shard: ShardId) -> ShardSpec | None:

@@ -108,11 +108,7 @@ class Takeover:
         self.newcomers.update(hosts)
         self._record_newcomers()
         parts.view.settled(hosts)
-        self.send_initial_state(hosts)
-        for job in state.jobs.values():
-            if job.newest is not None and job.newest.phase != "closed":
-                # The predecessor may have died between the fact and the fence: fencing is a round again (R21).
-                parts.attempts.fence_all(state.now, job.name)
+        self.send_initial_state(hosts, is_start=True)
 
     def _look_for_ranks(self, ranks: Mapping[str, tuple[str, ...]]) -> None:
         """Note ranks whose process is unknown to its host: it may still reconnect, or may have died unseen (R20).
@@ -156,15 +152,22 @@ class Takeover:
         if labels:
             self.parts.journal.record(f.HostsJoined(labels))
 
-    def send_initial_state(self, hosts: Sequence[str]) -> None:
-        """Send hosts their state before they serve: peers, fences, targets, commits."""
+    def send_initial_state(self, hosts: Sequence[str], *, is_start: bool = False) -> None:
+        """Send hosts their state before they serve: peers, fences, targets, commits.
+
+        As this controller starts, all answer the fence before an attempt goes on: its predecessor may have died between
+        fact and fence (R21).
+        """
         self.parts.view.send_initial_state(hosts)
         for name, attempt in self.state.removed.items():  # some were out of reach then: they free its room now
             for host in hosts:
                 self.out.send(host, DropJob(job=name, attempt=attempt, shards=()))
         for job in self.parts.room.in_turn():
             if job.newest is not None:
-                self.parts.attempts.send_fences(hosts, job.name, job.newest)
+                if is_start and job.newest.phase != "closed":
+                    self.parts.attempts.fence_all(self.state.now, job.name)
+                else:
+                    self.parts.attempts.send_fences(hosts, job.name, job.newest)
                 if not self.state.is_placement_stale:  # else the next tick sends it
                     self.parts.view.send_targets(job, only=set(hosts))
                     if job.newest.needs or job.copies:
