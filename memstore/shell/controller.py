@@ -336,6 +336,7 @@ DIAL_S = 0.2  # how often announced holders without a session are dialled
 QUIET_S, QUIET_DIAL_S = 30.0, 1.0  # how often after so long without news: looking was half of what idle costs
 CONNECT_S = 3.0
 TICK_S = 0.1
+IDLE_TICK_S = 0.5  # while there is no job: nobody waits for what a tick decides, and it is most of what is done
 READ_S = 0.05  # after so long the sockets are read again, however many events wait
 COLLECT_EVERY = (50_000, 20, 20)
 SWITCH_S = 0.05
@@ -508,7 +509,7 @@ class Controller:
     # -- the machine's thread -------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Read what came and handle it in order, and a tick every TICK_S behind what was read before it.
+        """Read what came and handle it in order, and a tick every TICK_S (without a job rarer) behind what was read before.
 
         No host is silent because this thread was busy, or the process stopped: after an event that took long all
         sockets are read before the next one, which may be a tick.
@@ -541,7 +542,7 @@ class Controller:
         elif isinstance(taken, Session):
             self._begin(taken)
         elif isinstance(taken, Tick):
-            self._tick_at_s = time.monotonic() + TICK_S
+            self._tick_at_s = time.monotonic() + (TICK_S if self.machine.jobs else IDLE_TICK_S)
             self._handle(Tick(self._beats_taken()))
 
     def _begin(self, session: Session) -> None:
