@@ -93,7 +93,7 @@ def _show(rows: dict[str, HostAnswer], plans: list[Plan], lost: list[str]) -> No
     console = data_console()
     table = plain_table("HOST", ">SHARDS", ">CHUNKS", ">DAMAGED", "RESULT")
     for host, row in sorted(rows.items()):
-        found, result = row.found, row.error or damage_text(row.found) or "every digest ok"
+        found, result = row.found, row.error or damage_text(row.found) or "all of it ok"
         table.add_row(host, f"{found.shards:,}", f"{found.chunks:,}", f"{found.damaged:,}", result)
     console.print(table)
     for plan in plans:

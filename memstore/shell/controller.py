@@ -509,7 +509,7 @@ class Controller:
     # -- the machine's thread -------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Read what came and handle it in order, and a tick every TICK_S (without a job rarer) behind what was read before.
+        """Read what came and handle it in order, and a tick each TICK_S (rarer without a job), after what came before.
 
         No host is silent because this thread was busy, or the process stopped: after an event that took long all
         sockets are read before the next one, which may be a tick.

@@ -261,13 +261,17 @@ def _launch_problems(launch: LaunchRow) -> Iterator[ProblemRow]:
     yield _row("launch_waits", NOTE, launch.job, cause, None, remedy)
 
 
+def _is_lost(newest: AttemptStatus) -> bool:
+    """Return whether the newest committed step is not whole in RAM any more."""
+    return any(row.level == "host" and row.tolerated < 0 for row in newest.survives)
+
+
 def _copy_problems(name: str, newest: AttemptStatus, hosts: list[HostRow]) -> Iterator[ProblemRow]:
     """Yield a problem if there are fewer or nearer copies than asked, or none."""
     step = newest.committed_step
     if step is None:
         return
-    by_level = {row.level: row for row in newest.survives}
-    if by_level["host"].tolerated < 0:
+    if _is_lost(newest):
         severity: Severity = UNRECOVERABLE if newest.durable_step is None else DEGRADED
         yield _row(
             "not_whole",
@@ -340,6 +344,8 @@ def _training_problems(
     if training is None:
         return
     waits = "" if newest.committed_step is None else f"; committed step {newest.committed_step} waits for it"
+    if waits and _is_lost(newest):
+        waits = f" (`memstore plan {name}` shows what it would get)"
     if newest.ended_by:
         yield _row(
             "job_ended",

@@ -291,7 +291,7 @@ def test_verify_of_sound_bytes(store: ProcessCluster) -> None:
     body = run_json(store, "verify", "llama3-8b")
     assert (body["ok"], body["damaged"], body["unrecoverable"]) == (True, 0, [])
     assert body["hosts"]["h1"]["chunks"] > 0
-    assert cells(run(store, "verify").stdout, "h2")[-2:] == ["0", "every digest ok"]
+    assert cells(run(store, "verify").stdout, "h2")[-2:] == ["0", "all of it ok"]
 
 
 def test_rm_refuses_a_job_that_is_being_trained(store: ProcessCluster) -> None:

@@ -46,6 +46,19 @@ def durable(hosts: int = 2, world_size: int | None = None, last: int = 5, **conf
     return world, ranks
 
 
+def test_no_committed_step_is_said_to_wait_that_is_lost() -> None:
+    """One line of `status` would promise what another one denies."""
+    world, ranks = trained(2, replicas=1)
+    for rank in ranks:
+        world.kill_rank(rank)
+    world.kill_host("h1")
+    world.run(8.0)
+    [row], [gone] = rows(world, "ranks_ended"), rows(world, "not_whole")
+    assert "is not whole in RAM any more" in gone["cause"]
+    assert "waits" not in row["remedy"]
+    assert "(`memstore plan train` shows what it would get)" in row["remedy"]
+
+
 def test_ranks_that_ended_stop_training_until_the_job_is_started_again() -> None:
     """The dead one is named with host, pid and step; a launch that gathers makes it a note, a new attempt ends it."""
     world, ranks = durable()
