@@ -20,7 +20,7 @@ from functools import cached_property
 
 from memstore.core.capacity import Drops, Reservations
 from memstore.core.cluster.effects import Effects
-from memstore.core.cluster.facts import StepCommitted
+from memstore.core.cluster.facts import Fact, StepCommitted
 from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.step_lookup import redundant_steps
@@ -413,10 +413,18 @@ class Repair:
         is_complete = not attempt.has_lost_ranks and all(map(self.state.hosts.is_live, attempt.hosts))
         return attempt.phase == "closed" or not is_complete
 
-    def fact(self, name: str) -> None:
-        """Scan a job again after a fact: kept steps, rank placement or committed digests may have changed."""
-        if name in self.state.jobs:
-            self.look_again(self.state.jobs[name])
+    def fact(self, fact: Fact) -> None:
+        """Scan a job again after a fact: kept steps, rank placement or committed digests may have changed.
+
+        After a commit only the step itself: nothing is asked of others that was not, and all jobs commit all the time.
+        """
+        job = self.state.jobs.get(getattr(fact, "job", ""))
+        if job is not None and isinstance(fact, StepCommitted):
+            step = StepId(fact.attempt, fact.step)
+            job.settled.pop(step, None)
+            self.scans.pop((job.name, step), None)
+        elif job is not None:
+            self.look_again(job)
 
     def look_again(self, job: Job) -> None:
         """Scan again: hosts, rank placement, pins or kept steps have changed."""

@@ -278,7 +278,7 @@ class ControllerMachine:
             return
         if not is_replay:
             self.parts.recorder.fact(fact)
-        self.parts.repair.fact(getattr(fact, "job", ""))
+        self.parts.repair.fact(fact)
         for part in self._facts[type(fact)]:
             part(fact, is_replay)
         if not is_replay:
