@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from benchmarks.report import targets
-from benchmarks.report.harness import Options, Record
+from benchmarks.report.harness import GIB, Options, Record
 from benchmarks.rigs.controller_rig import BEAT, CHUNKS, JOB, RANKS_PER_HOST, SILENCE_S, Cost, Fleet, Rig
 from memstore.config import Config
 from memstore.core.wire.calls import Called
@@ -199,20 +199,26 @@ def come_back(rig: Rig, name: str) -> None:
 
 CATALOG_RANKS = 8
 WORLDS = (4096, 8192, 16384)
+LARGE_WORLD = 131072  # its fleet takes minutes to connect, and a GiB
 TICKS_PER_S, BEATS_PER_S = 10, 2
 
 
 def run_catalog(options: Options) -> list[Record]:
     """Return the seconds of a step by world size."""
-    return [measure_catalog(WORLDS, options)]
+    return [measure_catalog(WORLDS, options, LARGE_WORLD if options.nbytes >= GIB else 0)]
 
 
-def measure_catalog(worlds: tuple[int, ...], options: Options) -> Record:
-    """Return one record for fleets of these many ranks, which take turns."""
+def measure_catalog(worlds: tuple[int, ...], options: Options, large: int = 0) -> Record:
+    """Return one record for fleets of these many ranks, which take turns, and one that takes them alone, if any."""
     before, switch_s = gc.get_threshold(), sys.getswitchinterval()
     collect_rarely()  # as a controller's process does
     try:
-        return _measure(worlds, options)
+        found = _measure(worlds, options)
+        if large:
+            fleet = ControllerFleet(large // CATALOG_RANKS, ranks_per_host=CATALOG_RANKS)
+            steps = [step_seconds(fleet, step, list(range(large))) for step in range(1, options.rounds)]
+            found.figure(f"a step of {large:,} ranks", steps[1:], "s", targets.CATALOG_LARGE)
+        return found
     finally:
         gc.set_threshold(*before)
         sys.setswitchinterval(switch_s)

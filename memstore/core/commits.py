@@ -72,7 +72,7 @@ class CommitRule:
         # Hosts without room for the job that refused a shard lately: not waited for, they would refuse after 10 s.
         unroomed = room.unroomed
         self.full = {h for _, h in job.refusals if (job.name, h) in unroomed} if unroomed else set()
-        #: By a rank's place and the hosts with its copies, if those are all that it is to have: so are the next rank's.
+        #: A rank's place, and the hosts with its copies, where these were enough: they are for the other ranks there.
         self.whole: dict[tuple[object, ...], tuple[str, ...]] = {}
 
     def held(self, rank: int) -> Held | None:
@@ -172,7 +172,7 @@ class StepCommits:
             order = DropJob(job=shard.job, attempt=removed, shards=(WireShard.of(shard),))
             self.out.send(copy.host, order)
             return False
-        job = state.jobs.setdefault(shard.job, Job(shard.job))
+        job = state.job(shard.job)
         owner = job.commits.get(step) or job.attempts.get(shard.attempt)
         if owner is not None and shard.rank >= owner.world_size:
             # The attempt has no such rank.
@@ -470,7 +470,7 @@ class StepCommits:
 
     def apply_committed(self, now: float, fact: StepCommitted, *, is_replay: bool) -> None:
         """The commit is replicated: notify the ranks, supersede older steps, let retention drop."""
-        job = self.state.jobs.setdefault(fact.job, Job(fact.job))
+        job = self.state.job(fact.job)
         step = StepId(fact.attempt, fact.step)
         job.commits[step] = fact
         if not fact.digests.is_known:
@@ -498,7 +498,7 @@ class StepCommits:
 
     def apply_abandoned(self, fact: StepSkipped, *, is_replay: bool) -> None:
         """Void the step, and all steps up to the one where all put again."""
-        job = self.state.jobs.setdefault(fact.job, Job(fact.job))
+        job = self.state.job(fact.job)
         attempt = job.attempts.get(fact.attempt)
         if attempt is None:
             return

@@ -461,7 +461,7 @@ class Repair:
         sets = job.parity_sets(step)
         ranks = sorted({*found, *sets} if sets else found)
         begin = bisect_left(ranks, scan.next_rank)
-        whole = set[tuple[object, ...]]()  # ranks' places with the hosts that have all copies: so have the next rank's
+        whole = set[tuple[object, ...]]()  # a rank's place and hosts that lacked nothing: nor do the other ranks there
         for rank in ranks[begin : begin + LOOKS_MAX]:
             place = None if sets or substitutes.flaky else self.view.place_of(placement, attempt, rank)
             if place and (place, *found[rank]) in whole and _are_good(found[rank].values(), commit, rank):

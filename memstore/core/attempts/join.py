@@ -373,7 +373,7 @@ class Attempts:
 
     def apply_opened(self, now: float, fact: AttemptOpened, *, is_replay: bool) -> None:
         """Apply the replicated (or replayed) fact: the attempt exists and older ones are fenced."""
-        job = self.state.jobs.setdefault(fact.job, Job(fact.job))
+        job = self.state.job(fact.job)
         joined = {entrant.nonce: entrant for entrant in self.opening.get(fact.job, ())}
         members = {
             rank: _member(rank, host, nonce, joined.get(nonce), now)

@@ -104,6 +104,13 @@ class ClusterState:
         """Return how long ago a moment of a wall clock was; 0 for a moment to come, as after a clock was set back."""
         return max(0.0, self.wall_s - moment_s)
 
+    def job(self, name: str) -> Job:
+        """Return the job of a name, known or new."""
+        found = self.jobs.get(name)
+        if found is None:  # each seal asks: none is made in vain
+            found = self.jobs[name] = Job(name)
+        return found
+
     def known_job(self, name: str) -> Job | None:
         """Return the job if a host that is here knows an attempt of it (R20)."""
         job = self.jobs.get(name)

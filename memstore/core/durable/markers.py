@@ -196,9 +196,7 @@ class DurableMarkers:
         if damaged and damaged != state.unread:
             self.out.log(f"job {name!r}: durable storage: {damaged}", "warning")
         state.unread = damaged
-        if found.markers:
-            self.state.jobs.setdefault(name, Job(name))
-        job = self.state.jobs.get(name)
+        job = self.state.job(name) if found.markers else self.state.jobs.get(name)
         if job is None:
             return damaged
         known = dict(job.markers)

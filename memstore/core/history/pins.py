@@ -117,7 +117,7 @@ class Pins:
 
     def apply_pinned(self, fact: StepPinned, *, is_replay: bool) -> None:
         """Apply the replicated pin: retention keeps the step, and no more the one from which trust moved on."""
-        job = self.state.jobs.setdefault(fact.job, Job(fact.job))
+        job = self.state.job(fact.job)
         before, job.pins[fact.name] = job.pins.get(fact.name), fact
         job.distrusted.discard(_step_of(fact))
         if not is_replay and job.pin_asked == fact:

@@ -22,10 +22,10 @@ from memstore.core.holder.puts.push import Push
 from memstore.core.holder.reads import bring, fetch, ready
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.codec import Request
-from memstore.core.wire.ids import WireShard, WireSpec
-from memstore.core.wire.orders import Bring, FreeCopies, Run, StepLevel, TermNumber
+from memstore.core.wire.ids import WireShard, WireSpec, WireStep
+from memstore.core.wire.orders import Bring, FreeCopies, FreeStep, Order, Run, StepLevel, TermNumber
 from memstore.core.wire.peer_messages import FetchManifest, Verify
-from memstore.core.wire.reports import Brought, Freed, HolderMessage, Report, Sealed
+from memstore.core.wire.reports import Brought, Freed, HolderMessage, Report, Sealed, StepFreed
 from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
 from memstore.shell.holder.holder import Holder
 from memstore.shell.peer.client import PeerClient
@@ -175,7 +175,7 @@ def test_a_rotten_chunk_is_believed_on_the_sources_own_word(
     assert [report.copy.missing for report in from_a if isinstance(report, Sealed)] == [(2,)]
 
 
-@pytest.mark.parametrize("kind", ["abandon", "drop"])
+@pytest.mark.parametrize("kind", ["abandon", "drop", "drop the step"])
 def test_what_was_brought_for_a_reader_goes_with_its_step(
     pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -188,6 +188,7 @@ def test_what_was_brought_for_a_reader_goes_with_its_step(
     orders = {
         "abandon": StepLevel(job="train", attempt=1, step=2, level="skipped", reason="given up", resume=3),
         "drop": FreeCopies(shards=(WireShard.of(SHARD),), number=None),
+        "drop the step": FreeStep(job="train", step=WireStep(1, 2), number=TermNumber(3, 7)),
     }
     a.obey(orders[kind])
     await_lane(a, "drop")
@@ -197,13 +198,17 @@ def test_what_was_brought_for_a_reader_goes_with_its_step(
     assert not a.state.reads.ready
 
 
+@pytest.mark.parametrize("is_step", [True, False])
 @pytest.mark.parametrize("can_free", [True, False])
 def test_a_holder_says_when_it_has_freed_a_copy(
-    pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch, can_free: bool
+    pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch, can_free: bool, is_step: bool
 ) -> None:
     """The controller counts no copy that it ordered to go until then; also where freeing it failed (R19)."""
     a, _ = pair
     seal(a.replicas, SHARD)
+    others = [SHARD._replace(step=3), SHARD._replace(attempt=2), SHARD._replace(job="other")]
+    for other in others:
+        seal(a.replicas, other)
     reports, seen = reports_of(a, monkeypatch), []
     drop, report = a.replicas.drop, a.state.report
 
@@ -219,10 +224,14 @@ def test_a_holder_says_when_it_has_freed_a_copy(
     monkeypatch.setattr(a.replicas, "drop", dropped)
     monkeypatch.setattr(a.state, "report", noted)
     shards, number = (WireShard.of(SHARD),), TermNumber(3, 7)
-    a.obey(FreeCopies(shards=shards, number=number))
+    step = WireStep(SHARD.attempt, SHARD.step)
+    orders: list[Order] = [FreeCopies(shards=shards, number=number), FreeStep(job=SHARD.job, step=step, number=number)]
+    a.obey(orders[is_step])
     await_lane(a, "drop")
-    assert reports == [Freed(shards=shards, number=number)]
+    freed: list[Report] = [Freed(shards=shards, number=number), StepFreed(job=SHARD.job, step=step, number=number)]
+    assert reports == [freed[is_step]]
     assert seen == [not can_free]
+    assert {shard for shard, _ in a.replicas.index.shards} >= {*others}
 
 
 def test_a_copy_that_was_dropped_meanwhile_is_not_reported(
