@@ -278,11 +278,15 @@ class JobRemoved(FactBase, frozen=True):
     is_forgotten: bool = False  # it had steps, and nobody used it: removed without a command (R5)
 
 
+#: By the kind of fact: its field that says something of each rank, which only some hosts keep.
+COLUMNS = {"StepCommitted": "digests", "AttemptOpened": "nonces"}
+
+
 def column_of(fact: FactBase) -> ByRank | None:
     """Return what a fact says of each rank and only some hosts keep, if it has such."""
-    if isinstance(fact, StepCommitted):
-        return fact.digests
-    return fact.nonces if isinstance(fact, AttemptOpened) else None
+    name = COLUMNS.get(type(fact).__name__)
+    column: ByRank | None = getattr(fact, name) if name is not None else None
+    return column
 
 
 Fact = (

@@ -24,7 +24,7 @@ from typing import Annotated, get_args
 import msgpack
 import msgspec
 
-from memstore.core.cluster.facts import ByRank, Fact, column_of
+from memstore.core.cluster.facts import COLUMNS, ByRank, Fact, column_of
 from memstore.core.format.releases import reader_of
 from memstore.core.wire.codec import check_body
 from memstore.core.wire.orders import WriteJournal
@@ -47,7 +47,6 @@ _UNPACKING_BYTES_MAX = 32 << 20  # of the window and state; what we pack takes 9
 _ENCODER = msgspec.msgpack.Encoder()
 _KINDS: dict[str, type[Fact]] = {kind.__name__: kind for kind in get_args(Fact)}
 _NO_FACT = (ValueError, TypeError, msgspec.MsgspecError, msgpack.UnpackException, RecursionError, lzma.LZMAError)
-_COLUMNS = {"StepCommitted": "digests", "AttemptOpened": "nonces"}  # the field that `column_of` returns
 _PART_BODY = msgspec.msgpack.Decoder(tuple[list[tuple[int, int]], bytes | tuple[str, ...]])
 _NOTED = [msgspec.msgpack.Decoder(kind) for kind in _KINDS.values()]  # before any thread decodes: see codec.Decoder
 
@@ -67,7 +66,7 @@ class Entry:
         values = {"fact": kind, **msgspec.structs.asdict(self.fact)}
         column = column_of(self.fact)
         if column is not None:
-            values[_COLUMNS[kind]] = [column.count, column.root]
+            values[COLUMNS[kind]] = [column.count, column.root]
         body = _ENCODER.encode(values)
         if len(body) >= PACKED_BYTES_MIN:
             body = lzma.compress(body)  # one record goes to all hosts: 15 ms for 180 KB, and a fifth of zlib's bytes
@@ -184,8 +183,8 @@ def _fact(body: bytes | memoryview) -> Fact:
     values = msgspec.msgpack.decode(body)
     if not isinstance(values, dict) or values.get("fact") not in _KINDS:
         raise ValueError(f"of no kind that is known here: {str(values)[:80]}")
-    if values["fact"] in _COLUMNS:
-        name = _COLUMNS[values["fact"]]
+    if values["fact"] in COLUMNS:
+        name = COLUMNS[values["fact"]]
         values[name] = ByRank(*msgspec.convert(values.get(name), tuple[Annotated[int, msgspec.Meta(ge=0)], bytes]))
     # Of one type, not of their union: msgspec prepares a union again for every call.
     fact: Fact = msgspec.convert(values, _KINDS[values["fact"]])
