@@ -114,6 +114,13 @@ def test_hosts_of_the_store_are_asked_about_with_its_settings(monkeypatch: pytes
     assert "any 1 rack, any 1 host, 2 hosts: 20% fatal" in " ".join(desk.run("status").stdout.split())
 
 
+@pytest.mark.parametrize("rates", ["stepfun", "stepfun-bursts"])
+def test_bursts_that_do_not_count_are_named(rates: str) -> None:
+    """What somebody gave is not dropped in silence."""
+    is_said = "The bursts of these rates count as single losses" in told("odds", "--hosts", "8", "--rates", rates)
+    assert is_said == (rates == "stepfun-bursts")
+
+
 def test_own_rates_count(tmp_path: Path) -> None:
     """Half as many failures of hosts are a quarter of the losses of pairs; a rack that never fails causes none."""
     year = {}
