@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import memstore
 from memstore.admin import upgrade as rolling
 from memstore.cli import main
-from memstore.core.format.releases import Build
+from memstore.core.format.releases import FORMATS, Build
 from memstore.errors import MemstoreError
 from memstore.shell.on_ray.actors import NAMESPACE, RayMembership, controller_name
 from memstore.testing.clusters.embedded import EmbeddedCluster
@@ -128,7 +128,7 @@ def test_another_wire_version_is_refused_before_anything_is_touched(
         lambda nodes: {h: Build("0.3.0", {**b.formats, "wire": 99}) for h, b in real(nodes).items()},
     )
     words = run(cluster, code=1)["error"]["message"]
-    assert "memstore 0.3.0 is installed on h1, 0.2.0 runs there: wire format 18 becomes 99" in words
+    assert f"memstore 0.3.0 is installed on h1, 0.2.0 runs there: wire format {FORMATS['wire']} becomes 99" in words
     assert f"then `memstore down --store {cluster.config.store}`" in words
     assert processes(cluster) == before
 

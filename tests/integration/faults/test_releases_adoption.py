@@ -83,8 +83,8 @@ def test_the_durable_steps_of_a_release_are_restored(release: str, tmp_path: Pat
     [
         ("slots", 2, "has format 2, this memstore reads 3: a build before 0.2.0 wrote it"),
         ("slots", 9, "has format 9, this memstore reads 3: a release after 0.2.0 wrote it: use that one"),
-        ("journal", 9, "format 9, not 11: a build before 0.2.0 wrote it"),
-        ("journal", 99, "format 99, not 11: a release after 0.2.0 wrote it: use that one"),
+        ("journal", 9, f"format 9, not {FORMATS['journal']}: a build before 0.2.0 wrote it"),
+        ("journal", 99, f"format 99, not {FORMATS['journal']}: a release after 0.2.0 wrote it: use that one"),
     ],
 )
 def test_the_arena_of_another_release_is_refused_before_it_is_touched(
@@ -131,7 +131,8 @@ def test_a_process_of_another_wire_version_is_told_both_numbers(
             with caplog.at_level(logging.WARNING, "memstore"):
                 cluster.kill_holder("h0")
                 cluster.start_holder("h0")
-                wait_for(lambda: "the peer speaks wire version 18, this process 19" in caplog.text, "the reason")
+                words = f"the peer speaks wire version {FORMATS['wire']}, this process {FORMATS['wire'] + 1}"
+                wait_for(lambda: words in caplog.text, "the reason")
         finally:
             monkeypatch.undo()
             link.close()
