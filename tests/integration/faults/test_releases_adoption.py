@@ -42,7 +42,8 @@ def unpack(release: str, folder: Path) -> Path:
 def put_in_place(release: str, cluster: ProcessCluster, folder: Path) -> Path:
     """Give a host, whose holder has not been started, the arena of a release; return its folder."""
     home = cluster.arena("h0")
-    home.parent.mkdir(mode=0o700, parents=True)
+    home.parent.parent.mkdir(mode=0o700, exist_ok=True)  # `parents=True` would leave it open to others
+    home.parent.mkdir(mode=0o700)
     shutil.move(unpack(release, folder) / "h0", home)
     for path in (home.parent, home, home / "manifests"):
         path.chmod(0o700)
