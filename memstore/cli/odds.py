@@ -233,7 +233,7 @@ def odds(where: Where, rates: str, lost: int, repair_s: float, as_json: bool, **
         "another here. Faults that come in bursts take a step along more often: docs/guide/how-many-copies.md"
     )
     if sum(assumed.burst_weights[1:]):
-        console.print("The bursts of these rates count as single losses: `memstore simulate --preset` plays them.")
+        console.print(f"Bursts count as single losses here: `memstore simulate --preset {rates}` plays them.")
     if any(row["interval_95"] for row in rows):
         console.print(f"Ranges hold 95 %: {SAMPLES:,} sets of lost hosts were drawn, too many share copies to count.")
 

@@ -117,7 +117,7 @@ def test_hosts_of_the_store_are_asked_about_with_its_settings(monkeypatch: pytes
 @pytest.mark.parametrize("rates", ["stepfun", "stepfun-bursts"])
 def test_bursts_that_do_not_count_are_named(rates: str) -> None:
     """What somebody gave is not dropped in silence."""
-    is_said = "The bursts of these rates count as single losses" in told("odds", "--hosts", "8", "--rates", rates)
+    is_said = "Bursts count as single losses here" in told("odds", "--hosts", "8", "--rates", rates)
     assert is_said == (rates == "stepfun-bursts")
 
 
