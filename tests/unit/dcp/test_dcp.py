@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import tracemalloc
@@ -110,10 +111,8 @@ def test_damaged_bytes_are_a_protocol_error_or_other_metadata(metadata: Metadata
         packed[at] = data.draw(st.integers(0, 255))
     cut = data.draw(st.integers(0, len(packed)))
     for hostile in (zlib.compress(packed), zlib.compress(packed[:cut]), bytes(packed[:cut])):
-        try:
+        with contextlib.suppress(ProtocolError):  # the one error that damage may be; anything else fails the test
             assert isinstance(decode_metadata(hostile), Metadata)
-        except ProtocolError:
-            pass
 
 
 def row(**changes: Any) -> list[Any]:
