@@ -18,7 +18,7 @@ from memstore.core.repair import LOOKS_MAX, Repair, Substitutes
 from memstore.core.report import redundancy
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.calls import AskRollCall, AskStatus, Called
-from memstore.core.wire.messages import HostBeat, Received, Tick
+from memstore.core.wire.messages import HostBeat, HostLost, Received, Tick
 from memstore.testing.controller.fleet import JOB, ControllerFleet
 from memstore.testing.requests import request_of
 from recovery.inventory import ShardId
@@ -62,6 +62,32 @@ def test_a_step_that_lacks_one_copy_is_not_committed_and_the_last_copy_commits_i
     assert not fleet.committed
     fleet.seal(fleet.targets[fleet.host_of(0)][0], 0, 1, is_own=False)
     assert fleet.committed == {1}
+
+
+@pytest.mark.parametrize("harm", ["none", "a copy goes", "a chunk lacks", "other bytes come", "a host dies"])
+def test_what_was_found_whole_is_not_committed_once_it_is_not(harm: str) -> None:
+    """No rank is looked at again at the last seal, unless something has become of its copies meanwhile."""
+    fleet = ControllerFleet(4)
+    for rank in range(fleet.world_size):
+        fleet.seal(fleet.host_of(rank), rank, 1, is_own=True)
+    for rank in range(fleet.world_size - 1):
+        fleet.seal(fleet.targets[fleet.host_of(rank)][0], rank, 1, is_own=False)
+    job = fleet.machine.jobs[JOB]
+    step = next(iter(job.copies))
+    host = fleet.targets[fleet.host_of(0)][0]
+    copy = job.copies[step][0][host]
+    assert 0 in job.held[step].ranks
+    if harm == "a copy goes":
+        job.drop_copy(copy.shard, host)
+    elif harm == "a chunk lacks":
+        job.add_copy(copy._replace(missing=frozenset({1})))
+    elif harm == "other bytes come":
+        job.add_copy(copy._replace(spec=copy.spec._replace(digest="0" * 32)))
+    elif harm == "a host dies":
+        fleet.handle(HostLost(host, "it closed the connection"))
+    last = fleet.world_size - 1
+    fleet.seal(fleet.targets[fleet.host_of(last)][0], last, 1, is_own=False)
+    assert fleet.committed == ({1} if harm == "none" else set())
 
 
 def test_a_whole_step_costs_ticks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
