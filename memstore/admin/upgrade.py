@@ -26,7 +26,7 @@ from memstore.shell.on_ray.actors import RayMembership, live_nodes, this_build
 CONTROLLER = "the controller's host"
 LOOK_S = 60.0  # for all hosts: each begins a process and imports what is installed
 POLL_S = 0.2
-RESTART_S = 180.0  # a process begins, another closes, the arena is digested
+RESTART_S = 240.0  # another start ends, a process begins, another closes, the arena is digested
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,9 @@ def _without_controller(actor: Any, pid: int) -> str:
         seen = ray.get(actor.describe.remote(), timeout=POLL_S)
     except (ray.exceptions.RayError, TimeoutError):
         return "the controller has not begun again"
-    missing = [host for host in seen["hosts"].values() if host not in seen["connected"]]
     if seen["pid"] == pid or not seen["is_serving"]:
         return "the controller is not serving yet"
-    return f"the controller awaits {', '.join(sorted(missing))}" if missing or not seen["hosts"] else ""
+    missing = [host for host in seen["hosts"].values() if host not in seen["connected"]]
+    unknown = {*seen["nodes"]} - {*seen["hosts"], *seen["errors"]}  # it has not found, or started, their holders yet
+    missing += [f"the holder of Ray node {node[:12]}" for node in unknown]
+    return f"the controller awaits {', '.join(sorted(missing))}" if missing else ""

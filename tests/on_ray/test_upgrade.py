@@ -133,6 +133,15 @@ def test_another_wire_version_is_refused_before_anything_is_touched(
     assert processes(cluster) == before
 
 
+def test_a_restart_awaits_one_that_has_begun(cluster: EmbeddedCluster) -> None:
+    """Two are asked for at once: one holder after the other, as where its supervisor was starting one."""
+    before = processes(cluster)
+    actor = ray.get_actor(controller_name(cluster.config.store), namespace=NAMESPACE)
+    ray.get([actor.restart_holder.remote("h1") for _ in range(2)], timeout=2 * rolling.RESTART_S)
+    after = processes(cluster)
+    assert [host for host in before if after[host] != before[host]] == ["h1"]
+
+
 def test_down_finds_the_holders_that_a_former_controller_started(cluster: EmbeddedCluster) -> None:
     """The controller was replaced: the arenas are released all the same."""
     run(cluster, "--restart")

@@ -28,7 +28,7 @@ from memstore.core.format.releases import FORMATS
 from memstore.core.wire.codec import Request
 from memstore.core.wire.handshake import ProbeIdentity
 from memstore.distribution import VERSION
-from memstore.errors import ConfigError, MemstoreError, TransportError
+from memstore.errors import ConfigError, MemstoreError, PeerTimeout, TransportError
 from memstore.shell.arena.arena import Arena
 from memstore.shell.arena.folder import arena_folder
 from memstore.shell.arena.lock import is_held, owner
@@ -298,6 +298,7 @@ class ControllerActor:
         self.errors: dict[str, str] = {}  # node id -> why its holder does not run
         self.retry_s: dict[str, float] = {}
         self.starting: dict[str, Any] = {}  # node id -> holder actor whose start has begun; None before it is made
+        self.claiming = threading.Lock()
         self.drains: dict[str, float] = {}  # host -> when Ray takes its node away (wall clock)
         self.stopping = threading.Event()
         feed_from_controller(self.controller, self.stopping)
@@ -357,13 +358,20 @@ class ControllerActor:
         for node in nodes:
             node_id = node["NodeID"]
             host = self.hosts.get(node_id)
-            if node_id in self.starting or (host is not None and host in connected):
+            if (host is not None and host in connected) or time.monotonic() < self.retry_s.get(node_id, 0.0):
                 continue
-            if time.monotonic() < self.retry_s.get(node_id, 0.0):
+            if not self._claim(node_id):
                 continue
-            self.starting[node_id] = None
             count = machines[node["NodeManagerAddress"]]
             threading.Thread(target=self._start, args=(node, count), daemon=True).start()
+
+    def _claim(self, node_id: str) -> bool:
+        """Begin a start on a node, unless one has begun: a supervisor and upgrades may want to at once."""
+        with self.claiming:
+            if node_id in self.starting:
+                return False
+            self.starting[node_id] = None
+            return True
 
     def _start(self, node: dict[str, Any], hosts_on_machine: int) -> None:
         node_id = node["NodeID"]
@@ -423,13 +431,22 @@ class ControllerActor:
             thread.submit(self._replace_holder, host).result()
 
     def _replace_holder(self, host: str) -> None:
-        record, nodes = self.membership.hosts()[host], live_nodes()
-        node = next(node for node in nodes if node["NodeID"] == record["node"])
-        node_id, machine = node["NodeID"], node["NodeManagerAddress"]
-        if node_id in self.starting:
-            raise ConfigError(f"the holder of host {host} is being started already: call it again once it runs")
-        self.starting[node_id] = successor = None  # its supervisor leaves the node alone
+        node_id = str(self.membership.hosts()[host]["node"])
+        until_s = time.monotonic() + START_S
+        while not self._claim(node_id):  # from here on the supervisor leaves the node alone
+            if time.monotonic() > until_s:
+                raise PeerTimeout(
+                    f"the holder of host {host} has been starting for {START_S:g} s: call it again once it runs",
+                    operation="restart a holder",
+                    waited_s=START_S,
+                    limit_s=START_S,
+                )
+            time.sleep(POLL_S)
+        successor = None
         try:
+            record, nodes = self.membership.hosts()[host], live_nodes()
+            node = next(node for node in nodes if node["NodeID"] == node_id)
+            machine = node["NodeManagerAddress"]
             successor = self.starting[node_id] = self._make_holder(
                 node, sum(other["NodeManagerAddress"] == machine for other in nodes)
             )
