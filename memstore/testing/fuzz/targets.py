@@ -197,7 +197,7 @@ def frame(data: bytes) -> None:
 
 
 def body(data: bytes, *, is_peer: bool = True) -> None:
-    """Walk a body within the limits of a peer, or of a stranger; a decoder sees only what has passed."""
+    """Walk a body within the limits of a peer, or of a stranger."""
     items_max = wire.BODY_ITEMS_MAX if is_peer else wire.BODY_ITEMS_MAX_UNAUTHENTICATED
     bytes_max = wire.BODY_BYTES_MAX if is_peer else wire.BODY_BYTES_MAX_UNAUTHENTICATED
     with contextlib.suppress(ValueError, TypeError, RecursionError, msgpack.UnpackException):

@@ -173,6 +173,7 @@ def test_a_key_that_comes_twice_is_refused(data: bytes) -> None:
         pytest.param(b"\x81\xa1k" + b"\x91" * 100 + b"\x90", id="deep"),
         pytest.param(b"\x81\xa1k" + b"\x91" * 100_000 + b"\x90", id="far too deep"),
         pytest.param(b"\x81\xa1k" + b"\xdd\x00\x00\x10\x00" * 900 + bytes(4096), id="lengths in lengths"),
+        pytest.param(pairs(KIND, (COPIES[0], b"\xdd\x01\x00\x00\x00")), id="16 million elements in a short list"),
         pytest.param(b"\x81\xa1k\xdd\x00\xf0\x00\x00" + b"\x90" * 0xF00000, id="15 million empty arrays"),
         pytest.param(bytes(BODY_BYTES_MAX + 1), id="over the limit"),
     ],
