@@ -73,7 +73,7 @@ class CommitRule:
         unroomed = room.unroomed
         self.full = {h for _, h in job.refusals if (job.name, h) in unroomed} if unroomed else set()
         #: A rank's place, and the hosts with its copies, where these were enough: they are for the other ranks there.
-        self.whole: dict[tuple[object, ...], tuple[str, ...]] = {}
+        self.whole: dict[tuple[object, ...], tuple[tuple[str, ...], bool]] = {}
 
     def held(self, rank: int) -> Held | None:
         """Return the copies of a rank's shard, or None while it is not on enough domains."""
@@ -92,8 +92,10 @@ class CommitRule:
             return self._held_with_parity(rank, digest, hosts)
         place = None if job.refusals else self.view.place_of(self.placement, self.attempt, rank)
         here = (place, *hosts)
+        is_all = len(hosts) == len(self.copies[rank])
         if place and here in self.whole:
-            return Held(digest, self.whole[here], ())
+            found, is_in_place = self.whole[here]
+            return Held(digest, found, (), is_in_place and is_all)
         wanted = self.view.wanted(job, self.attempt, rank, self.step)
         refused: dict[str, str] = {}
         if job.refusals:
@@ -109,10 +111,10 @@ class CommitRule:
         reasons = [f"{host}: {why}" for host, why in refused.items()]
         if len(have) < self.replicas:
             reasons.insert(0, f"rank {rank} has {len(have)} of {self.replicas} copies")
-        found = tuple(sorted(hosts))
+        found, is_in_place = tuple(sorted(hosts)), {*hosts} == {*wanted}
         if place and not reasons:
-            self.whole[here] = found
-        return Held(digest, found, tuple(reasons))
+            self.whole[here] = found, is_in_place
+        return Held(digest, found, tuple(reasons), bool(place) and not reasons and is_in_place and is_all)
 
     def _held_with_parity(self, rank: int, digest: str, hosts: list[str]) -> Held | None:
         """Return a shard whose own copy is there, if every other rank of its set has it in its parity."""
@@ -450,7 +452,6 @@ class StepCommits:
                 return None
             held[rank] = found
         job.short.pop(step, None)
-        job.held.pop(step, None)
         shards = [held[rank] for rank in range(world_size)]
         reasons += [why for shard in shards for why in shard.reasons]
         copies = [(shard.digest, shard.hosts) for shard in shards]
@@ -460,11 +461,27 @@ class StepCommits:
         """Return the ranks that earlier looks found with enough copies, if nothing that they looked at has changed."""
         if rule.commit is not None or job.refusals or self.state.draining:
             return {}
-        placed = (rule.domains, rule.placement, attempt.attempt_number, attempt.moves_count)
+        placed = self._placed(attempt, rule.placement)
         known = job.held.get(step)
         if known is None or known.placed != placed:
             known = job.held[step] = HeldRanks(placed)
         return known.ranks
+
+    def _placed(self, attempt: Attempt, placement: Placement) -> tuple[object, ...]:
+        """Return what decides, beside copies, which of them are enough."""
+        domains = self.state.hosts.live_domains(placement.level)
+        return domains, placement, attempt.attempt_number, attempt.moves_count
+
+    def was_in_place(self, job: Job, step: StepId, world_size: int) -> bool:
+        """Return whether all copies of a step, when it was to be committed and still, are where they are to be.
+
+        To be asked once: what was found is forgotten then.
+        """
+        known, placement, newest = job.held.pop(step, None), self.view.placement(job), job.newest
+        if known is None or placement is None or newest is None or job.refusals or self.state.draining:
+            return False
+        is_known = len(known.ranks) == world_size and known.placed == self._placed(newest, placement)
+        return is_known and all(each.is_in_place for each in known.ranks.values())
 
     # -- facts applied ------------------------------------------------------------------------
 

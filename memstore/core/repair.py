@@ -83,8 +83,7 @@ class Substitutes:
     ) -> None:
         self.hosts, self.view, self.room, self.pushes = state.hosts, view, room, pushes
         self.now, self.job, self.attempt, self.step = state.now, job, attempt, step
-        now = self.now
-        self.flaky = {h for h, s in self.hosts.states.items() if s.deaths_s and self.hosts.is_on_probation(now, h)}
+        self.flaky = self.hosts.on_probation(self.now)
         self._searches_left = SEARCHES_MAX
         self._is_asked = False  # a host was asked for room, and has not answered
         self._beside: dict[str, set[ShardId]] = {}  # host -> the job's shards there that placement does not ask of it
@@ -416,13 +415,17 @@ class Repair:
     def fact(self, fact: Fact) -> None:
         """Scan a job again after a fact: kept steps, rank placement or committed digests may have changed.
 
-        After a commit only the step itself: nothing is asked of others that was not, and all jobs commit all the time.
+        After a commit only the step itself, unless the commit found all in place: nothing is asked of others that was
+        not, and all jobs commit all the time.
         """
         job = self.state.jobs.get(getattr(fact, "job", ""))
         if job is not None and isinstance(fact, StepCommitted):
             step = StepId(fact.attempt, fact.step)
             job.settled.pop(step, None)
             self.scans.pop((job.name, step), None)
+            is_in_place = self.steps.was_in_place(job, step, fact.world_size)
+            if is_in_place and not self.state.hosts.on_probation(self.state.now):
+                job.settled[step] = job.changes[step]
         elif job is not None:
             self.look_again(job)
 

@@ -404,7 +404,7 @@ class Controller:
 
     def _new_machine(self, term: int, expected_hosts: Iterable[str]) -> None:
         config, now = self.config, time.monotonic()
-        self.term = term
+        self.term, self._hosts_seen = term, -1  # what changed in the table of hosts so far
         self.machine = ControllerMachine(
             term=term,
             now=now,
@@ -594,7 +594,8 @@ class Controller:
             self._execute(action, frames)
         self.loop.flush()
         self.event_log.take(self.machine.parts.recorder.recent_events)
-        if isinstance(event, Tick | HostLost):  # nothing else ends a host, and seals come by the thousand
+        if self._hosts_seen != self.machine.hosts.changes_count:
+            self._hosts_seen = self.machine.hosts.changes_count
             self._close_dead()
 
     def _execute(self, action: Action, frames: dict[int, bytes]) -> None:

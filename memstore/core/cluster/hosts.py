@@ -188,6 +188,10 @@ class HostTable:
         state = self.states.get(host_id)
         return state is not None and sum(now - t <= window_s for t in state.deaths_s) >= deaths_max
 
+    def on_probation(self, now: float) -> set[str]:
+        """Return the hosts that are on probation."""
+        return {host for host, state in self.states.items() if state.deaths_s and self.is_on_probation(now, host)}
+
     def topology(self, host_ids: Iterable[str]) -> Topology:
         """Return the placement topology of the given known hosts."""
         return Topology.of((self._places[h] for h in host_ids if h in self._places), self.failure_domains)

@@ -375,6 +375,7 @@ class Held(NamedTuple):
     digest: str
     hosts: tuple[str, ...]
     reasons: tuple[str, ...]
+    is_in_place: bool = False  # its copies are on the hosts that are to have them, and nowhere else
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,12 +243,14 @@ def _unpacked(body: memoryview) -> bytes:
 def _runs(ranks: Iterable[int]) -> list[tuple[int, int]]:
     """Return ranks as runs of neighbours: the first of each, and how many."""
     found: list[tuple[int, int]] = []
+    first = after = 0
     for rank in ranks:
-        if found and rank == sum(found[-1]):
-            found[-1] = found[-1][0], found[-1][1] + 1
-        else:
-            found.append((rank, 1))
-    return found
+        if rank != after:
+            if after > first:
+                found.append((first, after - first))
+            first = rank
+        after = rank + 1
+    return [*found, (first, after - first)] if after > first else found
 
 
 def _joined(digests: tuple[str, ...]) -> bytes | tuple[str, ...]:
@@ -258,7 +260,7 @@ def _joined(digests: tuple[str, ...]) -> bytes | tuple[str, ...]:
         data = bytes.fromhex(joined)
     except ValueError:
         return digests
-    is_alike = data.hex() == joined and all(len(digest) == 2 * DIGEST_BYTES for digest in digests)
+    is_alike = data.hex() == joined and {*map(len, digests)} <= {2 * DIGEST_BYTES}
     return data if is_alike else digests
 
 

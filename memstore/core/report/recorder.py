@@ -417,7 +417,7 @@ class EventRecorder:
 
 def fewest(hosts_by_rank: Iterable[Collection[str]]) -> int:
     """Return the number of copies of the shard with the fewest."""
-    return min((len(hosts) for hosts in hosts_by_rank), default=0)
+    return min(map(len, hosts_by_rank), default=0)
 
 
 def phases(**took_s: float | None) -> dict[str, float]:

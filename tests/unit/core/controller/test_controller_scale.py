@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -18,10 +19,22 @@ from memstore.core.repair import LOOKS_MAX, Repair, Substitutes
 from memstore.core.report import redundancy
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.calls import AskRollCall, AskStatus, Called
-from memstore.core.wire.messages import HostBeat, HostLost, Received, Tick
+from memstore.core.wire.ids import Endpoint
+from memstore.core.wire.messages import (
+    DrainsSeen,
+    Event,
+    HostBeat,
+    HostInfo,
+    HostLost,
+    HostUp,
+    Received,
+    SendOrder,
+    Tick,
+)
+from memstore.core.wire.orders import WriteJournal
 from memstore.testing.controller.fleet import JOB, ControllerFleet
 from memstore.testing.requests import request_of
-from recovery.inventory import ShardId
+from recovery.inventory import ShardId, StepId
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
@@ -90,8 +103,71 @@ def test_what_was_found_whole_is_not_committed_once_it_is_not(harm: str) -> None
     assert fleet.committed == ({1} if harm == "none" else set())
 
 
+class HarmedFleet(ControllerFleet):
+    """Something happens after a step was found whole, and before the fact that it is committed has reached a host."""
+
+    harm: Callable[[], object] = staticmethod(lambda: None)
+
+    def _obey(self, action: SendOrder) -> Iterable[Event]:
+        """Let it happen before the host writes."""
+        if isinstance(action.order, WriteJournal):
+            harm, self.harm = self.harm, lambda: None
+            harm()
+        return super()._obey(action)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        "none",
+        "a copy goes",
+        "a copy comes",
+        "a chunk lacks",
+        "a host comes",
+        "a host is to go",
+        "a host flaps",
+        "more of 0",
+        "harmed of 0",
+        "harmed of 1",
+    ],
+)
+def test_what_a_commit_found_in_place_is_looked_at_again_only_if_something_happened(harm: str) -> None:
+    """Repair takes over what the commit has just seen, of thousands of ranks, unless it is not so any more."""
+    fleet = HarmedFleet(4)
+    host, target = fleet.host_of(0), fleet.targets[fleet.host_of(0)][0]
+    machine, job = fleet.machine, fleet.machine.jobs[JOB]
+    other = next(each for each in fleet.hosts if each not in (host, target))
+
+    def happens() -> None:
+        copy = job.copies[StepId(1, 1)][0][target]
+        if harm == "a copy goes":
+            job.drop_copy(copy.shard, target)
+        elif harm == "a copy comes":
+            job.add_copy(copy._replace(host=other))
+        elif harm == "a chunk lacks":
+            job.add_copy(copy._replace(missing=frozenset({1})))
+        elif harm == "a host comes":
+            fleet.handle(HostUp(HostInfo("h-new", 1, (Endpoint("10.9.9.9", 7000),), "m-new", labels={"rack": "r9"})))
+        elif harm == "a host is to go":
+            fleet.handle(DrainsSeen({target: machine.state.wall_s + 100.0}))
+        elif harm == "a host flaps":
+            machine.hosts.states[target].deaths_s = [fleet.now] * 3
+
+    for rank in range(fleet.world_size):
+        fleet.seal(fleet.host_of(rank), rank, 1, is_own=True)
+        if harm in (f"more of {rank}", f"harmed of {rank}"):  # than placement asks for, from the beginning
+            copy, is_harmed = job.copies[StepId(1, 1)][rank][host], harm.startswith("harmed")
+            job.add_copy(copy._replace(host=other, missing=frozenset({1} if is_harmed else ())))
+    for rank in reversed(range(fleet.world_size)):  # the last seal makes the rule look at all of them
+        if rank == 0:
+            fleet.harm = happens
+        fleet.seal(fleet.targets[fleet.host_of(rank)][0], rank, 1, is_own=False)
+    [step] = job.commits
+    assert (job.settled.get(step) == job.changes[step]) == (harm == "none")
+
+
 def test_a_whole_step_costs_ticks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Repair looks at every host's shards once after a commit, and again only when something has changed."""
+    """Repair looks at a host's shards again only when something has changed since the commit."""
     fleet = ControllerFleet(16)
     fleet.put(1)
     fleet.handle(Tick())
@@ -183,6 +259,7 @@ def test_of_ranks_with_copies_on_the_same_hosts_one_is_looked_at_closely_and_any
     if harm == "a copy more":
         job.add_copy(copy)
         job.add_copy(copy._replace(host=next(h for h in fleet.hosts if h not in there)))
+    machine.parts.repair.look_again(job)
     looks = counted(monkeypatch, Repair, "_consider_shard")
     fleet.handle(Tick())
     assert harm in ("a copy", "other bytes") or {*job.copies[step][3]} == there
