@@ -5,6 +5,8 @@ On a thread of its own: a driver that hangs holds up no heartbeat.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -38,8 +40,9 @@ class HardwareErrors:
             self.look()
 
     def look(self) -> None:
-        """Read them now."""
-        self.counts = {name: sum(map(_number, self._files(patterns))) for name, patterns in FILES.items()}
+        """Read them now; they stay as they are while no file can be opened: counts that fell and rose would be news."""
+        with contextlib.suppress(OSError):
+            self.counts = {name: sum(map(_number, self._files(patterns))) for name, patterns in FILES.items()}
 
     def _files(self, patterns: Iterable[str]) -> list[Path]:
         return [path for pattern in patterns for path in self._system.glob(pattern)]
@@ -48,5 +51,7 @@ class HardwareErrors:
 def _number(path: Path) -> int:
     try:
         return max(0, int(path.read_text(encoding="ascii")))
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
         return 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import resource
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -360,6 +362,31 @@ def test_what_the_kernel_counts_is_read_where_it_says_something(tmp_path: Path) 
     nothing = HardwareErrors(threading.Event(), tmp_path / "none")
     nothing.look()
     assert set(nothing.counts.values()) == {0}
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_what_the_kernel_counts_stays_while_no_file_can_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_listed: bool
+) -> None:
+    """Counts that fell to nothing and came back would be new errors, and an early put; the thread goes on."""
+    path = tmp_path / "class/net/eth0/statistics/rx_errors"
+    path.parent.mkdir(parents=True)
+    path.write_text("20")
+    found = HardwareErrors(threading.Event(), tmp_path)
+    found.look()
+    if is_listed:
+        monkeypatch.setattr(found, "_files", lambda patterns: [path])
+    limits, lowest = resource.getrlimit(resource.RLIMIT_NOFILE), os.open(tmp_path, os.O_RDONLY)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    try:
+        found.look()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        os.close(lowest)
+    assert found.counts["link_errors"] == 20
+    path.write_text("21")
+    found.look()
+    assert found.counts["link_errors"] == 21
 
 
 def test_real_ranks_put_one_step_early_when_a_host_is_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
