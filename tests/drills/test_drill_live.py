@@ -74,7 +74,7 @@ def test_a_suite_plays_drills_on_one_cluster_and_a_seed_chooses_the_same_victims
         yield site
 
     options = Options(seed=SEED, ranks_count=2, nbytes=NBYTES, config=site.config)
-    suite = Suite({EMBEDDED: opener}, options, durable=None, timeout_s=60.0, print_line=lambda line: None)
+    suite = Suite({EMBEDDED: opener}, options, durable=None, timeout_s=600.0, print_line=lambda line: None)
     result = suite.run([Play(find("kill-rank")), Play(find("corrupt-chunk"))])
     assert [row["outcome"] for row in result.drills] == [PASS, PASS], [row["words"] for row in result.drills]
     assert opened == [""]

@@ -41,8 +41,11 @@ def short_rows(cluster: ProcessCluster) -> list[dict[str, Any]]:
 
 
 def lowest_free(pid: int) -> int:
-    """Return the number that the next descriptor of a process has: with this limit it opens none."""
-    taken = {int(each.name) for each in Path(f"/proc/{pid}/fd").iterdir()}
+    """Return the number that the next descriptor of a process has: with this limit it opens none.
+
+    What it opens for a moment, such as a file of /proc, is not seen by all of these looks.
+    """
+    taken = set.intersection(*({int(each.name) for each in Path(f"/proc/{pid}/fd").iterdir()} for _ in range(50)))
     return next(number for number in range(1 << 20) if number not in taken)
 
 
