@@ -123,7 +123,10 @@ def up(
     if config.quotas:
         quotas = (f"{job or 'any other job'} {size_text(nbytes)}" for job, nbytes in config.quotas.items())
         say(f"at most of it, by their quotas: {', '.join(quotas)}")
-    show_bill(words_console(), rows, terms)
+    possible = [row for row in rows if not row.unmet or row.scheme == terms.scheme]
+    show_bill(words_console(), possible, terms)
+    if others := ", ".join(row.scheme.name for row in rows if row not in possible):
+        say(config.commands(f"These hosts cannot keep what {others} promise: `memstore plan --bill` says why."))
     adopted = [job.job for job in body.jobs]
     if adopted:
         say(f"it holds {plural(len(adopted), 'job')}: {', '.join(adopted[:10])}")

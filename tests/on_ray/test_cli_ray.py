@@ -47,6 +47,11 @@ def test_up_and_down_and_what_is_left(shared_cluster: EmbeddedCluster) -> None:
     again = run("up")
     assert again["hosts"] == hosts  # what is not given need not be the running store's
     assert [row["memory"] for row in again["bill"] if row["is_configured"]] == [6.0]
+    table, _, why = CliRunner().invoke(main, ["up", "--store", name]).stderr.partition("These hosts cannot keep what ")
+    assert "2 copies *" in table
+    assert "8+1" not in table
+    assert "8+1" in why
+    assert f"--store {name}" in why
     assert run(*start)["hosts"] == hosts
     other = run("up", "--arena-bytes", "32MiB", "--interface", "127.0.0.1", code=1)["said"]
     assert "arena_bytes: 64.0 MiB runs, 32.0 MiB asked" in other
