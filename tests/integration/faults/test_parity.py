@@ -41,7 +41,7 @@ def replace_h1(cluster: ProcessCluster) -> list[str]:
 def test_a_lost_host_is_decoded_from_four_others(tmp_path: Path, nursery: RankNursery) -> None:
     """An arena of exactly 2.5 times the state; a host goes with its memory, and the newest step comes back whole."""
     # Repair would decode the shard before the restore asks for it.
-    with trained(tmp_path, nursery, detect=20.0, **FULL) as (cluster, fleet, ranks):
+    with trained(tmp_path, nursery, detect=60.0, **FULL) as (cluster, fleet, ranks):
         assert {row["stats"]["reserved_bytes"] for row in cluster.status()["hosts"]} == {FULL["arena_bytes"]}
         assert not cluster.job("train")["degraded"]
         fleet.kill(ranks)
@@ -55,7 +55,7 @@ def test_a_full_host_decodes_the_shard_of_a_rank_that_moved_there(
     tmp_path: Path, nursery: RankNursery, is_unfinished: bool
 ) -> None:
     """Its own rank has leased nothing before the get, and a step that was never committed gives way."""
-    with trained(tmp_path, nursery, detect=20.0, **FULL) as (cluster, fleet, ranks):
+    with trained(tmp_path, nursery, detect=60.0, **FULL) as (cluster, fleet, ranks):
         if is_unfinished:
             together(ranks[:4], "put", step=5)
             wait_for(lambda: len(cluster.manifests("h0")) == 3, "two shards and the parity of one step on h0")
