@@ -73,6 +73,7 @@ class CommitRule:
         unroomed = room.unroomed
         self.full = {h for _, h in job.refusals if (job.name, h) in unroomed} if unroomed else set()
         #: A rank's place, and the hosts with its copies, where these were enough: they are for the other ranks there.
+        #: And whether they are just those that are asked for.
         self.whole: dict[tuple[object, ...], tuple[tuple[str, ...], bool]] = {}
 
     def held(self, rank: int) -> Held | None:
@@ -477,8 +478,11 @@ class StepCommits:
 
         To be asked once: what was found is forgotten then.
         """
-        known, placement, newest = job.held.pop(step, None), self.view.placement(job), job.newest
-        if known is None or placement is None or newest is None or job.refusals or self.state.draining:
+        known, newest = job.held.pop(step, None), job.newest
+        if known is None or newest is None or job.refusals or self.state.draining or self.state.is_placement_stale:
+            return False
+        placement = self.view.placement(job)  # not asked while a successor reads old facts: hosts are still to come
+        if placement is None:
             return False
         is_known = len(known.ranks) == world_size and known.placed == self._placed(newest, placement)
         return is_known and all(each.is_in_place for each in known.ranks.values())

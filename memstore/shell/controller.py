@@ -404,7 +404,7 @@ class Controller:
 
     def _new_machine(self, term: int, expected_hosts: Iterable[str]) -> None:
         config, now = self.config, time.monotonic()
-        self.term, self._hosts_seen = term, -1  # what changed in the table of hosts so far
+        self.term = term
         self.machine = ControllerMachine(
             term=term,
             now=now,
@@ -594,8 +594,7 @@ class Controller:
             self._execute(action, frames)
         self.loop.flush()
         self.event_log.take(self.machine.parts.recorder.recent_events)
-        if self._hosts_seen != self.machine.hosts.changes_count:
-            self._hosts_seen = self.machine.hosts.changes_count
+        if isinstance(event, Tick | HostLost):  # nothing else ends a host, and seals come by the thousand
             self._close_dead()
 
     def _execute(self, action: Action, frames: dict[int, bytes]) -> None:

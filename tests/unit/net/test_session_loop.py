@@ -266,6 +266,30 @@ def test_another_thread_wakes_a_turn(loop: Loop) -> None:
         assert not waiting.is_alive()
 
 
+def test_a_session_of_a_dead_host_that_says_nothing_is_given_up(tmp_path: Path) -> None:
+    """It may lead nowhere, and while it is there its host is not dialled again (R28)."""
+    controller = Controller(
+        Config(store="silent", detect=120.0), DirectoryMembership(tmp_path), secret=b"s" * 32, settle_s=0.0
+    )
+    pairs = [socket.socketpair() for _ in range(2)]
+    try:
+        (near, far), (again, silent) = pairs
+        controller.tell(Session("h0", 1, Channel(near)))
+        far.sendall(encode_frame(Kind.EVENT, empty_inventory(machine="m0")))
+        states = controller.machine.hosts.states
+        wait_for(lambda: "h0" in states, "the host", WAIT_S)
+        far.close()
+        wait_for(lambda: states["h0"].status == "dead" and not controller.connected(), "its end", WAIT_S)
+        controller.tell(Session("h0", states["h0"].info.incarnation, Channel(again)))
+        silent.settimeout(WAIT_S)
+        assert silent.recv(1) == b""
+        wait_for(lambda: not controller.connected(), "the session to go", WAIT_S)
+    finally:
+        controller.close()
+        for pair in pairs:
+            pair[1].close()
+
+
 def test_two_hundred_sessions_cost_no_thread(tmp_path: Path) -> None:
     """All join, all beat, all get their orders, and a controller has the threads that it has for none."""
     controller = Controller(
