@@ -9,6 +9,8 @@ an arena: hosts claim and refuse, with their numbers.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -249,6 +251,7 @@ class Retention:
 # Pins and leases claim room as well. Every order carries a number, by which its answers are known.
 
 
+Room = Counter[int | str]  # slots by rank, on its own host, and by host, for other hosts' ranks and for parity
 SLOTS_MAX = 1 << 40  # of one rank: the sum of all ranks and versions stays below the 2**62 of a message
 RETRY_S = 5.0  # between two tries of a host that had no room when it joined
 REBUILD_S = 30.0  # until room that was refused is asked for again, or that is not used any more goes back
@@ -448,35 +451,21 @@ class Reservations:
         self.orders_count += 1
         if self.view.placement(job) is None:
             return set()
-        keep = versions_count(job, attempt)
-        local: dict[str, dict[int, int]] = {}
-        peer_slots: dict[str, int] = {}
-        apart = [*self._pinned_versions(job), self._outgrown_slots(job, attempt)]
-        beside, lookup = sum(map(Counter, apart), Counter[int]()), PeerHostLookup(self.view, job, attempt)
-        for rank in range(max(attempt.world_size, max(beside, default=-1) + 1)):
-            slots = (self.need(job, attempt, rank) * keep if rank < attempt.world_size else 0) + beside.get(rank, 0)
-            if rank in attempt.members:
-                local.setdefault(attempt.members[rank].host_id, {})[rank] = slots
-            for target in lookup.peer_hosts(rank):
-                peer_slots[target] = peer_slots.get(target, 0) + slots
-        for host, slots in self._parity_slots(job, attempt, keep, apart, local).items():
-            peer_slots[host] = peer_slots.get(host, 0) + slots
-        for host, slots in self._pinned_elsewhere(job, attempt, lookup).items():
-            if (job.name, host) not in self.tight:
-                peer_slots[host] = peer_slots.get(host, 0) + slots
-        sent_orders = self.sent_orders
-        hosts = {h for h in {*local, *peer_slots} if self.state.hosts.is_live(h) and (only is None or h in only)}
+        room, local = self._room(job, attempt), dict[str, dict[int, int]]()
+        for rank, member in sorted(attempt.members.items()):
+            local.setdefault(member.host_id, {})[rank] = room[rank]
+        sent_orders, known = self.sent_orders, {*local, *(place for place in room if isinstance(place, str))}
+        hosts = {h for h in known if self.state.hosts.is_live(h) and (only is None or h in only)}
         for host in sorted(hosts):
-            ranks = local.get(host, {})
             rebuild = self.rebuilds.get((job.name, host))
             rebuild_slots = rebuild.slots_count if rebuild is not None and rebuild.state != "refused" else 0
             order = Reserve(
                 job=job.name,
                 attempt=attempt.attempt_number,
-                ranks=dict(sorted(ranks.items())),
-                peer_slots=peer_slots.get(host, 0) + rebuild_slots,
+                ranks=local.get(host, {}),
+                peer_slots=room[host] + rebuild_slots,
                 world_size=attempt.world_size,
-                versions=keep,
+                versions=versions_count(job, attempt),
                 number=TermNumber(self.term, self.orders_count),
                 is_claim=not is_growth,
                 may_lease=bool(attempt.needs) or attempt.has_put or attempt.is_released,
@@ -530,60 +519,78 @@ class Reservations:
         """Return all jobs in the order in which they claim a host's room: training ones first, closed ones after."""
         return sorted(self.state.jobs.values(), key=lambda job: job.newest is None or job.newest.phase == "closed")
 
-    def _pinned_versions(self, job: Job) -> list[dict[int, int]]:
-        """Return the slots by rank of each pinned and leased version, which has room of its own (R10, R36)."""
-        versions = [*job.pinned_needs(), *[job.lease_room.needs] * job.lease_room.versions]
-        return [dict(enumerate(needs)) for needs in versions]
+    def _room(self, job: Job, attempt: Attempt) -> Room:
+        """Return the room that a job needs; what is leased, pinned or has shrunk has its own beside the versions."""
+        versions, needs = versions_count(job, attempt), range(attempt.world_size)
+        total = self._version_room(job, attempt, {rank: self.need(job, attempt, rank) for rank in needs})
+        for place in total:
+            total[place] *= versions
+        total.update(self._older_elsewhere(job, attempt, versions, total))
+        total.update(self._version_room(job, attempt, self._outgrown_slots(job, attempt)))
+        for _ in range(job.lease_room.versions):
+            total.update(self._version_room(job, attempt, dict(enumerate(job.lease_room.needs))))
+        for pins in job.pinned_rooms():
+            rooms = (
+                self._version_room(job, attempt, dict(enumerate(p.needs)), StepId(p.attempt, p.step)) for p in pins
+            )
+            total.update(functools.reduce(operator.or_, rooms, Room()))  # the larger of two
+        for host, slots in self._pinned_elsewhere(job, attempt).items():
+            total[host] += slots if (job.name, host) not in self.tight else 0
+        return total
 
-    def _pinned_elsewhere(self, job: Job, attempt: Attempt, lookup: PeerHostLookup) -> dict[str, int]:
+    def _version_room(self, job: Job, attempt: Attempt, needs: Mapping[int, int], step: StepId | None = None) -> Room:
+        """Return the room for shards of these sizes, by rank, their copies and their rows of parity.
+
+        Args:
+            job: The job.
+            attempt: Its newest attempt.
+            needs: Slots by rank.
+            step: The pinned step; None: what the attempt puts. Chunks of two pinned steps are in no common row.
+        """
+        found, lookup = Room(), PeerHostLookup(self.view, job, attempt, step)
+        sets = attempt.parity_sets if step is None else job.parity_sets(step)
+        for rank, slots in needs.items():
+            found[rank] = slots
+            for target in lookup.peer_hosts(rank):
+                found[target] += slots
+        for rank, ranks in sets.items():
+            rows = max(ranks.rows_count(needs.get(other, 0)) for other in ranks.others(rank))
+            host = attempt.members[rank].host_id if step is None else self.view.owner_host(job, attempt, rank)
+            found[host] += rows
+        return found
+
+    def _pinned_elsewhere(self, job: Job, attempt: Attempt) -> Counter[str]:
         """Return the slots by host of pinned copies, and parity, that are where their rank puts none any more.
 
         Each copy is moved once there is room for it where it belongs. In the place of what comes there now, two hosts
         that are full of each other's pinned copies would wait for ever.
         """
-        total: dict[str, int] = {}
+        total = Counter[str]()
         for step in job.pins_and_asked():
+            lookup = PeerHostLookup(self.view, job, attempt, step)
             for rank, copies in job.copies.get(step, {}).items():
-                expected = {*lookup.peer_hosts(rank)} if rank < attempt.world_size else set()
+                expected = {*lookup.peer_hosts(rank)}
                 if rank in attempt.members:
                     expected.add(attempt.members[rank].host_id)
                 for host in copies.keys() - expected:
-                    total[host] = total.get(host, 0) + copies[host].spec.chunks_count
+                    total[host] += copies[host].spec.chunks_count
             for rank, parity in job.parity.get(step, {}).items():
-                own = attempt.members[rank].host_id if rank in attempt.members else ""
-                for host in parity.keys() - {own}:
-                    total[host] = total.get(host, 0) + parity[host].spec.chunks_count
+                for host in parity.keys() - {self.view.owner_host(job, attempt, rank)}:
+                    total[host] += parity[host].spec.chunks_count
         return total
 
-    def _parity_slots(
-        self,
-        job: Job,
-        attempt: Attempt,
-        versions: int,
-        apart: Sequence[Mapping[int, int]],
-        local: Mapping[str, Collection[int]],
-    ) -> dict[str, int]:
-        """Return the slots by host for rows of parity, and for what kept steps of older attempts take beyond those.
-
-        Each version `apart` has rows of its own: chunks of two pinned steps are in no common row.
-        """
-        total: dict[str, int] = {}
-        for rank, ranks in attempt.parity_sets.items():
-            others, host = ranks.others(rank), attempt.members[rank].host_id
-            rows = versions * max(ranks.rows_count(self.need(job, attempt, other)) for other in others)
-            rows += sum(max(ranks.rows_count(needs.get(other, 0)) for other in others) for needs in apart)
-            total[host] = total.get(host, 0) + rows
-        older = [step for step in kept_steps(job, attempt) if step.attempt != attempt.attempt_number]
+    def _older_elsewhere(self, job: Job, attempt: Attempt, versions: int, total: Room) -> Room:
+        """Return the room that kept steps of older attempts take on hosts where the versions have less."""
+        found, own = Room(), {rank: member.host_id for rank, member in attempt.members.items()}
+        kept = kept_steps(job, attempt) - job.pinned_steps()
+        older = [step for step in kept if step.attempt != attempt.attempt_number]
         for step in older if attempt.parity_sets or job.parity else ():
-            taken, decoded = dict[str, int](), self._decoded_elsewhere(job, attempt, step)
+            decoded = self._decoded_elsewhere(job, attempt, step)
             for host, shards in job.shards_on(step).items():
-                own = {*local.get(host, ()), *decoded}
-                foreign = [shard for shard in shards if shard.is_parity or shard.rank not in own]
-                specs = map(job.spec, foreign)
-                taken[host] = sum(spec.chunks_count for spec in specs if spec is not None)
-            for host, slots in taken.items():
-                total[host] = total.get(host, 0) + max(0, slots - total.get(host, 0) // versions)
-        return total
+                foreign = [s for s in shards if s.is_parity or (own.get(s.rank) != host and s.rank not in decoded)]
+                taken = sum(spec.chunks_count for spec in map(job.spec, foreign) if spec is not None)
+                found[host] += max(0, taken - total[host] // versions)
+        return found
 
     def _decoded_elsewhere(self, job: Job, attempt: Attempt, step: StepId) -> set[int]:
         """Return the ranks whose own hosts have whole copies again: others of them, decoded for safety, soon go (R37).
@@ -680,7 +687,7 @@ class Reservations:
             return number <= self.tight[key]
         if job is None or attempt is None or not is_current:
             return False
-        if host_id not in self._pinned_elsewhere(job, attempt, PeerHostLookup(self.view, job, attempt)):
+        if host_id not in self._pinned_elsewhere(job, attempt):
             return False
         self.tight[key] = asked
         return bool(self.order(job, attempt, only=(host_id,)))

@@ -485,17 +485,15 @@ class Job:
         pins = [*self.pins.values(), *([self.pin_asked] if self.pin_asked is not None else [])]
         return {StepId(pin.attempt, pin.step): pin for pin in pins}
 
-    def pinned_needs(self) -> list[tuple[int, ...]]:
-        """Return the slots by rank of every version that pins need; one that moves needs the larger of its two."""
+    def pinned_rooms(self) -> list[list[StepPinned]]:
+        """Return the pins by their room: each step has its own, but two between which a pin moves share one."""
         asked = self.pin_asked
-        kept = {
-            StepId(pin.attempt, pin.step): pin.needs
-            for name, pin in self.pins.items()
-            if asked is None or name != asked.name
+        stays = {
+            StepId(pin.attempt, pin.step): pin for name, pin in self.pins.items() if asked is None or name != asked.name
         }
         pair = (self.pins.get(asked.name), asked) if asked is not None else ()
-        moving = [pin.needs for pin in pair if pin is not None and StepId(pin.attempt, pin.step) not in kept]
-        return [*kept.values(), tuple(map(max, zip_longest(*moving, fillvalue=0)))]
+        moving = [pin for pin in pair if pin is not None and StepId(pin.attempt, pin.step) not in stays]
+        return [*([pin] for pin in stays.values()), moving]
 
     @property
     def trusted_steps(self) -> set[StepId]:

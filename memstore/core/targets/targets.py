@@ -36,19 +36,22 @@ from recovery.planner import RecoveryPlan
 class PeerHostLookup:
     """`ClusterView.peer_hosts` for many ranks in a row, while nothing changes: once a host and placement."""
 
-    def __init__(self, view: ClusterView, job: Job, attempt: Attempt) -> None:
-        self._view, self._job, self._attempt = view, job, attempt
+    def __init__(self, view: ClusterView, job: Job, attempt: Attempt, step: StepId | None = None) -> None:
+        self._view, self._job, self._attempt, self._step = view, job, attempt, step
+        self._sets = attempt.parity_sets if step is None else job.parity_sets(step)
         self._found: dict[tuple[str, int], list[str]] = {}  # by the rank's own host and placement
 
     def peer_hosts(self, rank: int) -> list[str]:
         """As `ClusterView.peer_hosts`."""
         attempt, hosts = self._attempt, self._view.state.hosts
         member = attempt.members.get(rank)
-        if member is None or attempt.writers or attempt.parity_sets or not hosts.is_live(member.host_id):
-            return self._view.peer_hosts(self._job, attempt, rank)  # it depends on the rank, not on its host alone
+        if member is None or attempt.writers or self._sets or not hosts.is_live(member.host_id):
+            return self._view.peer_hosts(
+                self._job, attempt, rank, self._step
+            )  # it depends on the rank, not on its host alone
         key = member.host_id, rank % attempt.scatter
         if key not in self._found:
-            self._found[key] = self._view.peer_hosts(self._job, attempt, rank)
+            self._found[key] = self._view.peer_hosts(self._job, attempt, rank, self._step)
         return self._found[key]
 
 
@@ -234,10 +237,10 @@ class ClusterView:
             return None
         return member.host_id, rank % len(placement.placements)
 
-    def peer_hosts(self, job: Job, attempt: Attempt, rank: int) -> list[str]:
-        """Return the hosts that are to hold a rank's shard besides the rank's own."""
+    def peer_hosts(self, job: Job, attempt: Attempt, rank: int, step: StepId | None = None) -> list[str]:
+        """Return the hosts that are to hold a rank's shard besides the rank's own, of a step or of the next one."""
         member = attempt.members.get(rank)
-        return [h for h in self.wanted(job, attempt, rank) if member is None or h != member.host_id]
+        return [h for h in self.wanted(job, attempt, rank, step) if member is None or h != member.host_id]
 
     def parity_sets(self, job: Job, attempt: Attempt, needs: Sequence[int]) -> dict[int, ParitySet]:
         """Return the sets of ranks whose shards are to be added into one another's parity, by rank.

@@ -303,3 +303,35 @@ def test_status_says_what_keeps_parity_from_being_added_up_again() -> None:
     rows = world.status()["jobs"][0]["short"]
     assert [row["targets"] for row in rows] == [[]] * len(rows)
     assert {row["why_not"] for row in rows} == {"h0: it alone has the shard of rank 0, which is in the same parity"}
+
+
+def pin(world: ControllerWorld, rank: DirectedRank, step: int) -> None:
+    """Pin a step by a name, and wait for it."""
+    world.call(rank, "pin", step=step, name="best")
+    assert world.run_until(lambda: bool(rank.answers.get("pin")), 20.0), rank.error("pin")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "slots"), [(4, 4, 2 + 1), (4, 0, 2 * 4 + 1), (0, 4, 2 + 4), (0, 0, 2 * 4 + 4)]
+)
+def test_a_pinned_step_has_room_for_the_parity_or_the_copies_that_it_has(before: int, now: int, slots: int) -> None:
+    """Two versions of the newest attempt's beside the pinned one: a row each with parity, else four chunks (R10)."""
+    world, ranks = trained(5, parity=before)
+    pin(world, ranks[0], 1)
+    world.config = {**world.config, "parity": now}
+    ranks = world.launch(5)
+    world.get(ranks)
+    for step in (2, 3):
+        assert world.put_all(ranks, step, limit_s=40.0), describe(world)
+    world.run(2.0)
+    assert {holder.rooms[JOB].peer_slots for holder in world.holders.values()} == {slots}
+    world.kill_host("h4")
+    world.add_host("h5")
+    assert world.run_until(lambda: is_whole(world, StepId(1, 1), before), 60.0), describe(world)
+    assert world.run_until(lambda: is_whole(world, StepId(2, 3), now), 60.0), describe(world)
+
+
+def is_whole(world: ControllerWorld, step: StepId, parity: int) -> bool:
+    """Say whether a step of five ranks can lose any host."""
+    held = [len(world.holders_of(step, rank)) for rank in range(5)]
+    return held == [2] * 5 if not parity else min(held) > 0 and len(world.parity_on(step)) >= 4
