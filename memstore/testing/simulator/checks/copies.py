@@ -309,6 +309,7 @@ class DropCheck:
         self._ordered_s: dict[tuple[str, ShardId], float] = {}  # (host, shard) -> when its drop was ordered
         self._unaware: set[tuple[str, ShardId]] = set()  # dropped by order of a controller that knew of no such commit
         self._taken_s: dict[tuple[str, ShardId], float] = {}  # (host, shard) -> when a fault took the copy
+        self._lost: set[StepId] = set()  # degraded commits of which no host had all when they were dropped
 
     def ordered(self, controller: AnyController, host: str, order: FreeCopies | FreeStep | DropJob) -> None:
         """Look at an order to drop copies: of its newest committed step a controller must know enough others."""
@@ -328,6 +329,9 @@ class DropCheck:
         newest = max(job.commits, default=None) if job is not None else None
         if job is None or newest is None or isinstance(order, DropJob) or not self.world.scenario.is_strict:
             return
+        if job.commits[newest].is_degraded and self._is_lost(newest, job.commits[newest].world_size):
+            self._lost.add(newest)  # it had too few copies to survive what happened, and said so
+            return
         for shard in shards:
             if self.losses.is_in_parity(shard):
                 continue  # what is left of it is looked at when it has gone
@@ -338,6 +342,12 @@ class DropCheck:
                     raise Violation(
                         "R19", f"{host} is to drop {shard}, the newest committed; whole elsewhere, as it knows: {left}"
                     )
+
+    def _is_lost(self, step: StepId, world_size: int) -> bool:
+        """Say whether no host has the shard of some rank any more."""
+        job = self.world.scenario.job
+        shards = (ShardId(job, step.attempt, step.step, rank) for rank in range(world_size))
+        return not all(map(self.promises.copies, shards))
 
     def _look_at_leases(self, controller: AnyController, host: str, shards: list[ShardId]) -> None:
         """Look for a step that the controller drops before it has ended its lease; repair may drop surplus copies."""
@@ -359,7 +369,7 @@ class DropCheck:
             return
         step = StepId(shard.attempt, shard.step)
         newest = max(self.observed.facts, default=None)
-        if newest is None or step != newest or shard.job != self.world.scenario.job:
+        if newest is None or step != newest or shard.job != self.world.scenario.job or step in self._lost:
             return
         if step not in self.observed.acked and (host, shard) in self._unaware:
             # its fact is in too few journals: no rank was informed of it, and a new controller has not learned of it

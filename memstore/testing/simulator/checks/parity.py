@@ -309,10 +309,10 @@ class LossCheck:
         """
         place = {host: number for number, hosts in enumerate(self.domains()) for host in hosts}
         own = {rank.rank: place[rank.host_id] for rank in self.world.ranks}
-        newest = max((rank.attempt for rank in self.world.ranks), default=0)
+        newest = max((rank.attempt for rank in self.world.ranks), default=0)  # 0: a launch that no rank has joined yet
         sets = set(self._sets[step].values())
         apart = all(len({own.get(rank, -1 - rank) for rank in members}) == len(members) for members in sets)
-        return self.why_short(step, of_all=not apart and step.attempt < newest)
+        return self.why_short(step, of_all=not apart and (step.attempt < newest or not newest))
 
     # -- what must be there -------------------------------------------------------------------
 
@@ -324,8 +324,7 @@ class LossCheck:
         """Look at a commit that a rank learns of: unless it is degraded, any one domain may be lost from now on."""
         if not self.world.scenario.parity or fact.is_degraded or step != max(self.observed.facts):
             return
-        is_spoilt = any(not memory.is_sound for memory in self.world.memories.values())  # before it was stored
-        if step not in self._taken_s and not is_spoilt and (why := self.why_short(step)):
+        if step not in self._taken_s and (why := self.why_short(step)):
             raise Violation("I27", f"{step} says it is not degraded: {why}")
 
     def look(self, pinned: Collection[StepId]) -> None:

@@ -109,6 +109,8 @@ class StoredBytes:
             if name not in self.observed.ever.setdefault(replica, set()) and wanted <= sealed:
                 self.observed.ever[replica].add(name)
                 self.losses.stored(name, manifest, digest)
+                if not wanted <= good:  # it shares a chunk that a fault had spoilt before, and nobody has found yet
+                    self.losses.taken_by_fault(manifest.shard)
             believed.add(replica)
             if wanted <= good and file_name not in memory.rotten:
                 whole.add(replica)
