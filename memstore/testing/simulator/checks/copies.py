@@ -97,12 +97,15 @@ class Promises:
 
     def lacking(self, wanted: int) -> str:
         """Say which promised shard lies on too few hosts, or ""."""
+        self._follow_trust()
+        for name, step in sorted(self.pins.items()):
+            if why := self.losses.why_lacking(step):
+                return f"kept by pin {name}: {why}"
         for what, shard in self.promised():
-            have = self.copies(shard)
             if self.losses.is_in_parity(shard):
-                if why := self.losses.why_lacking(StepId(shard.attempt, shard.step)):
-                    return f"kept by {what}: {why}"
-            elif len(have) < wanted:
+                continue
+            have = self.copies(shard)
+            if len(have) < wanted:
                 return f"{shard}, kept by {what}, is on {have}, wanted {wanted} hosts"
         return ""
 
@@ -156,13 +159,13 @@ class Redundancy:
     def lacking(self, step: StepId) -> str:
         """Say which rank's shard of a committed step lies whole on too few hosts or in too few racks, or ""."""
         trusted, wanted = trusted_hosts(self.world), self._copies_wanted()
+        if why := self.losses.why_lacking(step):
+            return why
         for rank, digest in enumerate(self.observed.facts[step].digests):
             shard = ShardId(self.world.scenario.job, step.attempt, step.step, rank)
-            have = [h for h, whole in self.observed.whole.items() if (shard, digest) in whole]
             if self.losses.is_in_parity(shard):
-                if why := self.losses.why_lacking(step):
-                    return why
                 continue
+            have = [h for h, whole in self.observed.whole.items() if (shard, digest) in whole]
             if len(have) < wanted:
                 return f"rank {rank} of {step} is on {have}, wanted {wanted} hosts"
             if self._is_even() and len(racks_of(self.world, have)) < self._racks_wanted(trusted):

@@ -212,7 +212,8 @@ class LossCheck:
         self._taken_s: dict[StepId, float] = {}  # when a fault last took something of it
         self._owed: dict[StepId, bool] = {}  # watched step -> any one domain may be lost; else none may
         self._seen: dict[StepId, object] = {}  # what hosts had of it at the last look
-        self._said: dict[object, str] = {}  # what hosts have -> why it is short; asked after every event
+        #: Step, and whether of all losses -> what hosts had, and why it was short: it is asked after every event.
+        self._said: dict[tuple[StepId, bool], tuple[object, str]] = {}
 
     # -- what is there ------------------------------------------------------------------------
 
@@ -282,10 +283,10 @@ class LossCheck:
             (host, frozenset(each.shards), frozenset((owner, parity[0]) for owner, parity in each.parity.items()))
             for host, each in kept.items()
         )
-        known = step, frozenset(has_all), tuple(map(frozenset, losses))
-        if known not in self._said:
-            self._said = {known: self._why_short(step, kept, losses)}
-        return self._said[known]
+        asked, known = (step, of_all), (frozenset(has_all), tuple(map(frozenset, losses)))
+        if asked not in self._said or self._said[asked][0] != known:
+            self._said[asked] = known, self._why_short(step, kept, losses)
+        return self._said[asked][1]
 
     def _why_short(self, step: StepId, kept: Mapping[str, Kept], losses: Sequence[Collection[str]]) -> str:
         digests = self.observed.facts[step].digests
@@ -302,11 +303,13 @@ class LossCheck:
         return not any(short_of(kept, digests, gone) for gone in self.losses())
 
     def why_lacking(self, step: StepId) -> str:
-        """Say what repair owes a step and has not done, or "".
+        """Say what repair owes a step with parity and has not done, or "".
 
         Where ranks of a set share a domain, after a launch on fewer hosts or others, it owes only that all is there:
         until the next commit a loss may be one too many.
         """
+        if step not in self._sets:
+            return ""
         place = {host: number for number, hosts in enumerate(self.domains()) for host in hosts}
         own = {rank.rank: place[rank.host_id] for rank in self.world.ranks}
         newest = max((rank.attempt for rank in self.world.ranks), default=0)  # 0: a launch that no rank has joined yet
