@@ -83,6 +83,23 @@ def holder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Holder]:
     shutil.rmtree(store_root(config), ignore_errors=True)
 
 
+def test_a_holder_that_closes_does_not_miss_the_files_that_it_takes_away(
+    holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would end at once, as one whose files were removed: `down --discard` would leave its arena behind."""
+    ended, close = list[str](), holder.rank_listener.close
+    holder.context.on_fatal = ended.append
+
+    def look_after_it() -> None:
+        close()
+        holder.guard.look()
+
+    monkeypatch.setattr(holder.rank_listener, "close", look_after_it)
+    holder.stop_serving()
+    assert not (holder.folder / "holder.sock").exists()
+    assert ended == []
+
+
 @pytest.fixture
 def dial(holder: Holder) -> Iterator[Dial]:
     """Connects as the controller of a term."""
