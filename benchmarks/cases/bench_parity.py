@@ -2,8 +2,10 @@
 
 Five hosts are network namespaces whose links carry 40 MB/s each way (veth, tbf), so that the link is the limit and not
 the processors that all hosts share. Two stores run on them, one with copies and one with parity, and a rank of each on
-every host. In every round each puts a step whose every chunk is new, reads a shard where it lies, and loses a host,
-another one each time: an empty one takes its place, all ranks get, and the clock runs on until nothing is missing.
+every host. In every round each puts a step whose every chunk is new, and one with a rank after the other, since five
+hosts' puts at once wait for the two processors and not for themselves: of that one is the stall. It reads a shard where
+it lies, and loses a host, another one each time: an empty one takes its place, all ranks get, and the clock runs on
+until nothing is missing.
 Every byte that a get brings is compared. Memory is that of stores of their own, whose arenas have exactly what they are
 said to need: every put has to be committed. Needs root.
 """
@@ -40,6 +42,7 @@ BURST_BYTES = 256 << 10
 NBYTES_MAX, WIDE_NBYTES_MAX = 64 * MIB, 32 * MIB
 UNFILLED_BYTES = 16 << 10  # left of a shard's last chunk, for the layout: one chunk more would be one row more
 LOOK_S = 0.02
+TURN_S = 0.5  # from the put of one rank to that of the next
 STALL, OUT, IN, WORST = "stall", "out", "in", "arena"
 LOCAL, RESTORE, COMPLETE = "get, local", "get after a lost host", "get, until nothing is missing"
 
@@ -115,11 +118,15 @@ class Side:
         """Return the processes that take part in a put."""
         return [*rig.pids_of(self.cluster), *(rank.pid for rank in self.ranks)]
 
-    def put(self) -> list[dict[str, float]]:
-        """Put one step on every rank, every chunk of it new, and wait for its commit."""
+    def put(self, *, turn_s: float = 0.0) -> list[dict[str, float]]:
+        """Put one step on every rank, so long after each other, every chunk of it new, and wait for its commit."""
         self.step += 1
         together(self.ranks, "prepare", step=self.step)
-        return together(self.ranks, "timed_put", step=self.step)
+        until_idle(self.pids)
+        begin_s = time.monotonic()
+        for number, rank in enumerate(self.ranks):
+            rank.begin("timed_put", step=self.step, at_s=begin_s + number * turn_s)
+        return [rank.finish() for rank in self.ranks]
 
     def begin(self) -> None:
         """Launch a job without history and put its first step."""
@@ -129,6 +136,7 @@ class Side:
     def put_timed(self) -> Took:
         """Put a step; note stall and wire bytes; return the time from the first put to the last commit."""
         self.put()  # the first of an attempt reserves
+        stall_s = statistics.median(row["stall"] for row in self.put(turn_s=TURN_S))
         until_idle(self.pids)
         used_s, moved = cpu_seconds(self.pids), self._moved()
         rows = self.put()
@@ -136,7 +144,6 @@ class Side:
         spent_s = cpu_seconds(self.pids) - used_s
         worst = [max(b - a for a, b in zip(*pair, strict=True)) for pair in zip(moved, self._moved(), strict=True)]
         nbytes = rows[0]["nbytes"]
-        stall_s = statistics.median(row["stall"] for row in rows)
         self.note(**{STALL: stall_s, OUT: worst[0] / nbytes, IN: worst[1] / nbytes})
         return Took(took_s, spent_s)
 
@@ -324,8 +331,9 @@ class TimedRank(RankProgram):
         self.train(step)
         return {}
 
-    def do_timed_put(self, step: int) -> dict[str, Any]:
-        """Put what is prepared, and wait for its commit; return when, on the machine's one monotonic clock."""
+    def do_timed_put(self, step: int, at_s: float) -> dict[str, Any]:
+        """Put what is prepared, not before that time, and wait for its commit; return when, on the monotonic clock."""
+        time.sleep(max(0.0, at_s - time.monotonic()))
         begun_s = time.monotonic()
         ticket = self.store.put(step, self.trained)
         ticket.wait("committed", 120.0)
