@@ -331,6 +331,21 @@ def test_a_pinned_step_has_room_for_the_parity_or_the_copies_that_it_has(before:
     assert world.run_until(lambda: is_whole(world, StepId(2, 3), now), 60.0), describe(world)
 
 
+def test_a_job_that_was_closed_before_it_put_keeps_its_pinned_step_whole() -> None:
+    """It has no version left to reserve for; after a loss the pinned shard and its parity are made again."""
+    world, ranks = trained(5, parity=4)
+    pin(world, ranks[0], 1)
+    ranks = world.launch(5)
+    world.get(ranks)
+    for rank in ranks:
+        world.call(rank, "close")
+    assert world.run_until(lambda: world.job().newest.phase == "closed", 20.0)
+    world.kill_host("h4")
+    world.add_host("h5")
+    assert world.run_until(lambda: len(world.parity_on(StepId(1, 1))) == 5, 60.0), describe(world)
+    assert [len(world.holders_of(StepId(1, 1), rank)) for rank in range(5)] == [1] * 5
+
+
 def is_whole(world: ControllerWorld, step: StepId, parity: int) -> bool:
     """Say whether a step of five ranks can lose any host."""
     held = [len(world.holders_of(step, rank)) for rank in range(5)]
