@@ -2,12 +2,11 @@
 
 Five hosts are network namespaces whose links carry 40 MB/s each way (veth, tbf), so that the link is the limit and not
 the processors that all hosts share. Two stores run on them, one with copies and one with parity, and a rank of each on
-every host. In every round each puts a step whose every chunk is new, and one with a rank after the other, since five
-hosts' puts at once wait for the two processors and not for themselves: of that one is the stall. It reads a shard where
-it lies, and loses a host, another one each time: an empty one takes its place, all ranks get, and the clock runs on
-until nothing is missing.
-Every byte that a get brings is compared. Memory is that of stores of their own, whose arenas have exactly what they are
-said to need: every put has to be committed. Needs root.
+every host. In every round each puts a step whose every chunk is new, and one with half a second from rank to rank: the
+stall is measured on that one, since five puts at once wait for the two processors. It reads a shard where it lies, and
+loses a host, another one each time: an empty one takes its place, all ranks get, and the clock runs on until nothing is
+missing. Every byte that a get brings is compared. Memory is that of stores of their own, whose arenas have exactly what
+they are said to need: every put has to be committed. Needs root.
 """
 
 from __future__ import annotations

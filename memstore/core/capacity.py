@@ -520,22 +520,24 @@ class Reservations:
         return sorted(self.state.jobs.values(), key=lambda job: job.newest is None or job.newest.phase == "closed")
 
     def _room(self, job: Job, attempt: Attempt) -> Room:
-        """Return the room that a job needs; what is leased, pinned or has shrunk has its own beside the versions."""
+        """Return the room that a job needs; pinned, leased and outgrown slots have their own beside the versions."""
         versions, needs = versions_count(job, attempt), range(attempt.world_size)
         total = self._version_room(job, attempt, {rank: self.need(job, attempt, rank) for rank in needs})
         for place in total:
             total[place] *= versions
         total.update(self._older_elsewhere(job, attempt, versions, total))
         total.update(self._version_room(job, attempt, self._outgrown_slots(job, attempt)))
+        leased = self._version_room(job, attempt, dict(enumerate(job.lease_room.needs)))
         for _ in range(job.lease_room.versions):
-            total.update(self._version_room(job, attempt, dict(enumerate(job.lease_room.needs))))
+            total.update(leased)
         for pins in job.pinned_rooms():
             rooms = (
                 self._version_room(job, attempt, dict(enumerate(p.needs)), StepId(p.attempt, p.step)) for p in pins
             )
             total.update(functools.reduce(operator.or_, rooms, Room()))  # the larger of two
         for host, slots in self._pinned_elsewhere(job, attempt).items():
-            total[host] += slots if (job.name, host) not in self.tight else 0
+            if (job.name, host) not in self.tight:
+                total[host] += slots
         return total
 
     def _version_room(self, job: Job, attempt: Attempt, needs: Mapping[int, int], step: StepId | None = None) -> Room:
@@ -555,9 +557,14 @@ class Reservations:
                 found[target] += slots
         for rank, ranks in sets.items():
             rows = max(ranks.rows_count(needs.get(other, 0)) for other in ranks.others(rank))
-            host = attempt.members[rank].host_id if step is None else self.view.owner_host(job, attempt, rank)
-            found[host] += rows
+            for host in self._parity_hosts(job, attempt, rank, step):
+                found[host] += rows
         return found
+
+    def _parity_hosts(self, job: Job, attempt: Attempt, rank: int, step: StepId | None) -> set[str]:
+        """Return where a rank's parity is put; of a pinned step also where repair adds it up if that host is to go."""
+        own = {attempt.members[rank].host_id} if rank in attempt.members else set()
+        return own if step is None else {*own, self.view.owner_host(job, attempt, rank)}
 
     def _pinned_elsewhere(self, job: Job, attempt: Attempt) -> Counter[str]:
         """Return the slots by host of pinned copies, and parity, that are where their rank puts none any more.
@@ -575,7 +582,7 @@ class Reservations:
                 for host in copies.keys() - expected:
                     total[host] += copies[host].spec.chunks_count
             for rank, parity in job.parity.get(step, {}).items():
-                for host in parity.keys() - {self.view.owner_host(job, attempt, rank)}:
+                for host in parity.keys() - self._parity_hosts(job, attempt, rank, step):
                     total[host] += parity[host].spec.chunks_count
         return total
 

@@ -46,9 +46,8 @@ class PeerHostLookup:
         attempt, hosts = self._attempt, self._view.state.hosts
         member = attempt.members.get(rank)
         if member is None or attempt.writers or self._sets or not hosts.is_live(member.host_id):
-            return self._view.peer_hosts(
-                self._job, attempt, rank, self._step
-            )  # it depends on the rank, not on its host alone
+            # It depends on the rank, not on its host alone.
+            return self._view.peer_hosts(self._job, attempt, rank, self._step)
         key = member.host_id, rank % attempt.scatter
         if key not in self._found:
             self._found[key] = self._view.peer_hosts(self._job, attempt, rank, self._step)

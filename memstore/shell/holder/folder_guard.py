@@ -73,7 +73,7 @@ class FolderGuard:
         with replicas.lock:
             found |= {"manifests": replicas.manifests.is_whole(), **replicas.arena.files_present()}
         found |= {"lock": self.lock_file.is_current(), JOURNAL_NAME: self.journal.is_current()}
-        if self.context.state.is_stopping():  # since before it takes its own socket and files away
+        if self.context.state.is_stopping():  # asked last: it says so before it takes its own files away
             return []
         return [{".": "the folder"}.get(name, name) for name, is_there in found.items() if not is_there]
 

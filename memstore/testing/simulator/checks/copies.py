@@ -209,20 +209,10 @@ class Redundancy:
         newest, now = self.newest_there(), self.world.now
         if newest is None or newest != self._short[0] or not self._is_calm() or not self.lacking(newest):
             self._short = (newest, now)
-        elif not self.world.scenario.is_strict and self._is_lost(newest):
+        elif not self.world.scenario.is_strict and self.losses.is_lost(newest):
             return  # faults took every copy of some shard: nothing can bring it back
         elif now - self._short[1] > REPAIR_S:
             raise Violation("R29", f"for {REPAIR_S:g} s {self.lacking(newest)}, and nothing hinders repair")
-
-    def _is_lost(self, step: StepId) -> bool:
-        """Say whether some rank's shard of a committed step lies whole on no host."""
-        shards = {
-            (ShardId(self.world.scenario.job, step.attempt, step.step, rank), digest)
-            for rank, digest in enumerate(self.observed.facts[step].digests)
-        }
-        if self.world.scenario.parity:
-            return bool(short_of(self.losses.kept(step), self.observed.facts[step].digests))
-        return not shards <= {each for whole in self.observed.whole.values() for each in whole}
 
     def _is_calm(self) -> bool:
         """Say whether every process and link works and the newest attempt trains."""
@@ -312,7 +302,7 @@ class DropCheck:
         self._ordered_s: dict[tuple[str, ShardId], float] = {}  # (host, shard) -> when its drop was ordered
         self._unaware: set[tuple[str, ShardId]] = set()  # dropped by order of a controller that knew of no such commit
         self._taken_s: dict[tuple[str, ShardId], float] = {}  # (host, shard) -> when a fault took the copy
-        self._lost: set[StepId] = set()  # degraded commits of which no host had all when they were dropped
+        self._excused: set[tuple[str, ShardId]] = set()  # dropped by order, of a degraded commit that was lost by then
 
     def ordered(self, controller: AnyController, host: str, order: FreeCopies | FreeStep | DropJob) -> None:
         """Look at an order to drop copies: of its newest committed step a controller must know enough others."""
@@ -330,10 +320,13 @@ class DropCheck:
         self._unaware.difference_update((host, shard) for shard in shards)
         self._unaware.update((host, shard) for shard in unaware)
         newest = max(job.commits, default=None) if job is not None else None
+        self._excused.difference_update((host, shard) for shard in shards)
         if job is None or newest is None or isinstance(order, DropJob) or not self.world.scenario.is_strict:
             return
-        if job.commits[newest].is_degraded and self._is_lost(newest, job.commits[newest].world_size):
-            self._lost.add(newest)  # it had too few copies to survive what happened, and said so
+        if newest in self.observed.facts and job.commits[newest].is_degraded and self.losses.is_lost(newest):
+            # It had too few copies to survive what happened, and said so.
+            mine = (job.name, newest.attempt, newest.step)
+            self._excused.update((host, s) for s in shards if (s.job, s.attempt, s.step) == mine)
             return
         for shard in shards:
             if self.losses.is_in_parity(shard):
@@ -345,12 +338,6 @@ class DropCheck:
                     raise Violation(
                         "R19", f"{host} is to drop {shard}, the newest committed; whole elsewhere, as it knows: {left}"
                     )
-
-    def _is_lost(self, step: StepId, world_size: int) -> bool:
-        """Say whether no host has the shard of some rank any more."""
-        job = self.world.scenario.job
-        shards = (ShardId(job, step.attempt, step.step, rank) for rank in range(world_size))
-        return not all(map(self.promises.copies, shards))
 
     def _look_at_leases(self, controller: AnyController, host: str, shards: list[ShardId]) -> None:
         """Look for a step that the controller drops before it has ended its lease; repair may drop surplus copies."""
@@ -372,7 +359,7 @@ class DropCheck:
             return
         step = StepId(shard.attempt, shard.step)
         newest = max(self.observed.facts, default=None)
-        if newest is None or step != newest or shard.job != self.world.scenario.job or step in self._lost:
+        if newest is None or step != newest or shard.job != self.world.scenario.job or (host, shard) in self._excused:
             return
         if step not in self.observed.acked and (host, shard) in self._unaware:
             # its fact is in too few journals: no rank was informed of it, and a new controller has not learned of it

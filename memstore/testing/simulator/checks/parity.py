@@ -297,6 +297,10 @@ class LossCheck:
                 return f"ranks {ranks} of {step} are lost without {sorted(gone) or 'any loss'}; copies, parity: {has}"
         return ""
 
+    def is_lost(self, step: StepId) -> bool:
+        """Say whether some rank's shard of a committed step lies whole on no host, and cannot be decoded."""
+        return bool(short_of(self.kept(step), self.observed.facts[step].digests))
+
     def is_claimed(self, controller: AnyController, job: Job, step: StepId, digests: Iterable[str]) -> bool:
         """Say whether a controller takes any one domain to be one that may be lost."""
         kept = claimed(controller, job, step)
