@@ -522,10 +522,11 @@ class Reservations:
     def _room(self, job: Job, attempt: Attempt) -> Room:
         """Return the room that a job needs; pinned, leased and outgrown slots have their own beside the versions."""
         versions, needs = versions_count(job, attempt), range(attempt.world_size)
-        total = self._version_room(job, attempt, {rank: self.need(job, attempt, rank) for rank in needs})
+        present = {rank: self.need(job, attempt, rank) for rank in needs}
+        total = self._version_room(job, attempt, present)
         for place in total:
             total[place] *= versions
-        total.update(self._older_elsewhere(job, attempt, versions, total))
+        total.update(self._older_elsewhere(job, attempt, self._rows_room(job, attempt, present)))
         total.update(self._version_room(job, attempt, self._outgrown_slots(job, attempt)))
         leased = self._version_room(job, attempt, dict(enumerate(job.lease_room.needs)))
         for _ in range(job.lease_room.versions):
@@ -549,13 +550,18 @@ class Reservations:
             needs: Slots by rank.
             step: The pinned step; None: what the attempt puts. Chunks of two pinned steps are in no common row.
         """
-        found, lookup = Room(), PeerHostLookup(self.view, job, attempt, step)
-        sets = attempt.parity_sets if step is None else job.parity_sets(step)
+        found, lookup = self._rows_room(job, attempt, needs, step), PeerHostLookup(self.view, job, attempt, step)
         for rank, slots in needs.items():
             found[rank] = slots
             for target in lookup.peer_hosts(rank):
                 found[target] += slots
-        for rank, ranks in sets.items():
+        return found
+
+    def _rows_room(self, job: Job, attempt: Attempt, needs: Mapping[int, int], step: StepId | None = None) -> Room:
+        """Return the room for the rows of parity alone."""
+        found = Room()
+        sets = attempt.parity_sets if step is None else job.parity_sets(step)
+        for rank, ranks in sets.items() if needs else ():
             rows = max(ranks.rows_count(needs.get(other, 0)) for other in ranks.others(rank))
             for host in self._parity_hosts(job, attempt, rank, step):
                 found[host] += rows
@@ -586,8 +592,11 @@ class Reservations:
                     total[host] += parity[host].spec.chunks_count
         return total
 
-    def _older_elsewhere(self, job: Job, attempt: Attempt, versions: int, total: Room) -> Room:
-        """Return the room that kept steps of older attempts take on hosts where the versions have less."""
+    def _older_elsewhere(self, job: Job, attempt: Attempt, rows: Room) -> Room:
+        """Return the room that kept steps of older attempts take on hosts beyond the rows of a version.
+
+        The places of copies are left to what repair still brings there, and to what was decoded for safety.
+        """
         found, own = Room(), {rank: member.host_id for rank, member in attempt.members.items()}
         kept = kept_steps(job, attempt) - job.pinned_steps()
         older = [step for step in kept if step.attempt != attempt.attempt_number]
@@ -596,7 +605,7 @@ class Reservations:
             for host, shards in job.shards_on(step).items():
                 foreign = [s for s in shards if s.is_parity or (own.get(s.rank) != host and s.rank not in decoded)]
                 taken = sum(spec.chunks_count for spec in map(job.spec, foreign) if spec is not None)
-                found[host] += max(0, taken - total[host] // versions)
+                found[host] += max(0, taken - rows[host])
         return found
 
     def _decoded_elsewhere(self, job: Job, attempt: Attempt, step: StepId) -> set[int]:
