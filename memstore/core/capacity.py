@@ -521,12 +521,12 @@ class Reservations:
 
     def _room(self, job: Job, attempt: Attempt) -> Room:
         """Return the room that a job needs; pinned, leased and outgrown slots have their own beside the versions."""
-        versions, needs = versions_count(job, attempt), range(attempt.world_size)
-        present = {rank: self.need(job, attempt, rank) for rank in needs}
-        total = self._version_room(job, attempt, present)
+        versions = versions_count(job, attempt)
+        needs = {rank: self.need(job, attempt, rank) for rank in range(attempt.world_size)}
+        total = self._version_room(job, attempt, needs)
         for place in total:
             total[place] *= versions
-        total.update(self._older_elsewhere(job, attempt, self._rows_room(job, attempt, present)))
+        total.update(self._older_elsewhere(job, attempt, needs))
         total.update(self._version_room(job, attempt, self._outgrown_slots(job, attempt)))
         leased = self._version_room(job, attempt, dict(enumerate(job.lease_room.needs)))
         for _ in range(job.lease_room.versions):
@@ -592,15 +592,19 @@ class Reservations:
                     total[host] += parity[host].spec.chunks_count
         return total
 
-    def _older_elsewhere(self, job: Job, attempt: Attempt, rows: Room) -> Room:
+    def _older_elsewhere(self, job: Job, attempt: Attempt, needs: Mapping[int, int]) -> Room:
         """Return the room that kept steps of older attempts take on hosts beyond the rows of a version.
 
         The places of copies are left to what repair still brings there, and to what was decoded for safety.
         """
-        found, own = Room(), {rank: member.host_id for rank, member in attempt.members.items()}
-        kept = kept_steps(job, attempt) - job.pinned_steps()
+        found = Room()
+        kept = kept_steps(job, attempt) - job.pinned_steps() if attempt.parity_sets or job.parity else ()
         older = [step for step in kept if step.attempt != attempt.attempt_number]
-        for step in older if attempt.parity_sets or job.parity else ():
+        if not older:
+            return found
+        rows = self._rows_room(job, attempt, needs)
+        own = {rank: member.host_id for rank, member in attempt.members.items()}
+        for step in older:
             decoded = self._decoded_elsewhere(job, attempt, step)
             for host, shards in job.shards_on(step).items():
                 foreign = [s for s in shards if s.is_parity or (own.get(s.rank) != host and s.rank not in decoded)]

@@ -97,10 +97,9 @@ class Promises:
 
     def lacking(self, wanted: int) -> str:
         """Say which promised shard lies on too few hosts, or ""."""
-        self._follow_trust()
-        for name, step in sorted(self.pins.items()):
+        for step in sorted(self.steps()):
             if why := self.losses.why_lacking(step):
-                return f"kept by pin {name}: {why}"
+                return f"kept by a pin: {why}"
         for what, shard in self.promised():
             if self.losses.is_in_parity(shard):
                 continue
