@@ -502,10 +502,9 @@ def test_the_account_of_a_job_that_lost_a_host(
         nbytes = sum(ticket["nbytes"] for ticket in tickets)
         rows = asked(cluster, "--level", "routine")
         put, commit = (next(r for r in rows if r["event"] == kind and r["step"] == 2) for kind in ("put", "commit"))
-        slowest = max(range(3), key=lambda rank: tickets[rank]["stall_s"])
         assert (put["job"], put["ranks"], put["nbytes"]) == ("train", 3, nbytes)
-        assert put["stall_s"]["max"] == pytest.approx(tickets[put["rank"]]["stall_s"], abs=0.05)
-        assert put["stall_s"]["max"] >= tickets[slowest]["stall_s"] - 0.05
+        # A rank tells it as it submits, and its ticket counts until put returned; both are told in microseconds.
+        assert 0 < put["stall_s"]["median"] <= put["stall_s"]["max"] <= tickets[put["rank"]]["stall_s"] + 1e-6
         assert (commit["copies"], commit["degraded"], commit["nbytes"]) == (2, "", nbytes)
         assert commit["seconds"]["committed"] >= put["seconds"]["sealed"] >= put["stall_s"]["max"] > 0
 
