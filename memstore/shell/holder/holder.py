@@ -9,6 +9,7 @@ may be received is said by core/arena/replica_index.py. It never imports torch o
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
 import os
@@ -100,6 +101,15 @@ log = logging.getLogger("memstore")
 REAP_S = 0.25  # how often dead owners of leases are looked for
 FROZEN_AFTER_S = 2.0  # a lock owner that does not answer its socket for this long is replaced (R2)
 LOCK_TIMEOUT_S = 10.0
+
+
+def collect_only_new() -> None:
+    """For a process that is a holder, once it serves: leave what its start made out of the collector's walks.
+
+    A walk over all that is imported takes 40 ms, and parity makes objects enough for one in most puts: 20 ms a put.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 class Holder:

@@ -34,7 +34,7 @@ from memstore.shell.arena.folder import arena_folder
 from memstore.shell.arena.lock import is_held, owner
 from memstore.shell.arena.memory_limits import arena_limit
 from memstore.shell.controller import Controller, collect_rarely
-from memstore.shell.holder.holder import Holder
+from memstore.shell.holder.holder import Holder, collect_only_new
 from memstore.shell.identity import HostIdentity, local_identity
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.tls import Tls
@@ -221,6 +221,7 @@ class HolderActor:
             **this_build(),
         }
         self.membership.announce(host, record)
+        collect_only_new()
         return {"host": host, "shared": False, **record}
 
     def _answers(self) -> bool:

@@ -24,7 +24,7 @@ from memstore.shell.arena.folder import arena_folder
 from memstore.shell.arena.memory_limits import arena_limit
 from memstore.shell.controller import Controller, collect_rarely
 from memstore.shell.durable.tier import PartsTier
-from memstore.shell.holder.holder import Holder
+from memstore.shell.holder.holder import Holder, collect_only_new
 from memstore.shell.identity import HostIdentity, read_boot_id
 from memstore.testing.clusters.nursery import PR_SET_PDEATHSIG, fork_children
 from recovery.inventory import ShardId
@@ -163,6 +163,7 @@ def run(spec: dict[str, Any]) -> None:
             holder.state.info = dataclasses.replace(info, endpoints=(Endpoint(*spec["peer_address"]),))
         address, port = info.endpoints[0].address, info.endpoints[0].port
         membership.announce(info.host_id, {"address": address, "port": port, "incarnation": info.incarnation})
+        collect_only_new()
     over.wait()
 
 
