@@ -83,6 +83,7 @@ KINDS = {
     "kill-host": FaultKind("a host is lost with its memory and ranks; a blank one comes back", 6, 3, 3, is_grave=True,
                       drills="kill-host lose-host-parity lose-two-hosts-parity second-failure in-place-kill-host "
                              "in-place-kill-two-hosts"),
+    "lose-host": FaultKind("a host is lost for good; another one joins, or none", 0, is_grave=True),
     "kill-rack": FaultKind("all hosts of a rack are lost at once", 2, is_grave=True, drills="kill-rack"),
     "wear-rack": FaultKind("the hosts of a rack are lost one after another", 0, is_grave=True,
                        drills="kill-rack-staggered"),

@@ -186,7 +186,7 @@ class Redundancy:
         if len({group.get(host, host) for host in have}) > 1:
             return False
         is_rack_owed = scenario.racks_wanted > 1 and self._is_even()
-        racks = {h: self.world.holders[h].info.labels.get("rack", "") if is_rack_owed else h for h in group}
+        racks = {h: self.world.racks[h] if is_rack_owed else h for h in group}
         return _can_be_apart(tuple((racks[h], group[h]) for h in sorted(group)), scenario.replicas)
 
     def _racks_wanted(self, trusted: list[str]) -> int:
@@ -198,7 +198,7 @@ class Redundancy:
     def _is_even(self) -> bool:
         """Say whether the hosts with ranks lie so in racks that placement owes every shard its own racks."""
         hosts = {rank.host_id for rank in self.world.ranks}
-        racks = Counter(self.world.holders[host].info.labels.get("rack", "") for host in hosts)
+        racks = Counter(self.world.racks[host] for host in hosts)
         return max(racks.values(), default=0) * self.world.scenario.replicas <= len(hosts)
 
     # -- what must be there -------------------------------------------------------------------
@@ -307,7 +307,8 @@ class DropCheck:
         """Look at an order to drop copies: of its newest committed step a controller must know enough others."""
         if isinstance(order, FreeStep):
             place = (order.job, order.step.attempt, order.step.step)
-            here = {shard for shard, _ in self.world.holders[host].replicas.index.shards}
+            holder = self.world.holders.get(host)  # none: it is lost for good
+            here = {shard for shard, _ in holder.replicas.index.shards} if holder is not None else set[ShardId]()
             shards = sorted(shard for shard in here if (shard.job, shard.attempt, shard.step) == place)
         else:
             shards = [shard.id for shard in order.shards]

@@ -37,7 +37,7 @@ class Observed:
 
 def racks_of(world: World, hosts: Iterable[str]) -> set[str]:
     """Return the racks of hosts; "" for those without a label."""
-    return {world.holders[host].info.labels.get("rack", "") for host in hosts}
+    return {world.racks[host] for host in hosts}
 
 
 def trusted_hosts(world: World) -> list[str]:

@@ -315,6 +315,8 @@ class LossCheck:
         if step not in self._sets:
             return ""
         place = {host: number for number, hosts in enumerate(self.domains()) for host in hosts}
+        if any(rank.host_id not in place for rank in self.world.ranks):
+            return self.why_short(step, of_all=True)  # the next launch is on others
         own = {rank.rank: place[rank.host_id] for rank in self.world.ranks}
         newest = max((rank.attempt for rank in self.world.ranks), default=0)  # 0: a launch that no rank has joined yet
         sets = set(self._sets[step].values())

@@ -154,7 +154,7 @@ class SharedShardCheck:
         for domains in job.group_domains if job is not None else ():
             if rank in hosts and other in hosts and domains.get(hosts[rank]) == domains.get(hosts[other]):
                 return False
-        racks = [self.world.holders[hosts[r]].info.labels.get("rack", "") for r in (rank, other) if r in hosts]
+        racks = [self.world.racks[hosts[r]] for r in (rank, other) if r in hosts]
         return len(set(racks)) == len(racks) or self.world.scenario.racks_wanted == 1
 
     def _look_at_pair(self, step: StepId, rank: int, other: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 
@@ -76,6 +77,7 @@ class SimCluster:
         ).job_fields()
         self.memories: dict[str, Memory] = {}
         self.holders: dict[str, SimHolder] = {}
+        self.racks: dict[str, str] = {}  # by host, also of those that are lost; "": no label
         self.controllers: list[SimController] = []
         self.term = 0
         self.pids: dict[int, SimRank] = {}
@@ -129,9 +131,9 @@ class SimCluster:
 
     def add_host(self, name: str, labels: Mapping[str, str]) -> None:
         """Add a machine with empty memory."""
-        self.memories[name] = Memory(name, CHUNK_BYTES)
+        self.memories[name], self.racks[name] = Memory(name, CHUNK_BYTES), labels.get("rack", "")
         info = HostInfo(
-            name, 0, (Endpoint(f"10.0.0.{len(self.holders)}", 7000),), machine=f"m-{name}", labels=dict(labels)
+            name, 0, (Endpoint(f"10.0.0.{len(self.memories)}", 7000),), machine=f"m-{name}", labels=dict(labels)
         )
         self._start_holder(info)
 
@@ -167,8 +169,8 @@ class SimCluster:
 
     def kill_holder(self, name: str, *, back_after_s: float = RESTART_S) -> None:
         """End a holder's process; the controller sees the reset, and a successor takes the memory over."""
-        holder = self.holders[name]
-        if not holder.is_up:
+        holder = self.holders.get(name)
+        if holder is None or not holder.is_up:
             return
         holder.is_up = False
         if self.memories[name].is_removed:  # what it had open, and has not written again, goes with it
@@ -193,12 +195,12 @@ class SimCluster:
             holder.replicas.abort_incoming(name, shard)
 
     def _bring_back(self, holder: SimHolder) -> None:
-        if self.holders[holder.host_id] is holder and not holder.is_up:
+        if self.holders.get(holder.host_id) is holder and not holder.is_up:
             self._start_holder(holder.info)
 
     def replace_holder(self, holder: SimHolder) -> None:
         """Let a successor find a frozen holder, kill it and take over (R2)."""
-        if self.holders[holder.host_id] is holder and holder.is_frozen:
+        if self.holders.get(holder.host_id) is holder and holder.is_frozen:
             self.kill_holder(holder.host_id, back_after_s=0.1)
 
     def thaw_holder(self, holder: SimHolder) -> None:
@@ -215,6 +217,11 @@ class SimCluster:
                 self.kill_rank(rank, "its host died")
         self.kill_holder(name, back_after_s=back_after_s)
         self.memories[name].wipe()
+
+    def lose_host(self, name: str) -> None:
+        """Take a machine away with its memory, and its name with it."""
+        self.kill_host(name, back_after_s=math.inf)
+        del self.holders[name]
 
     def flap(self, name: str) -> None:
         """Kill a host once more, if that is within the promise."""
@@ -294,14 +301,15 @@ class SimCluster:
     def thaw_rank(self, rank: SimRank) -> None:
         """Let a frozen process go on; it finds its link as it is now."""
         rank.is_frozen = False
-        holder = self.holders[rank.host_id]
-        if not rank.is_dead and rank.holder is not holder:
+        if not rank.is_dead and rank.holder is not self.holders[rank.host_id]:
             self.connect_rank(rank)
 
     def connect_rank(self, rank: SimRank) -> None:
         """Let a rank connect to its host's holder, if both can and it is not connected."""
-        holder = self.holders[rank.host_id]
-        if not rank.is_dead and not rank.is_frozen and holder.is_serving and rank.holder is not holder:
+        holder = self.holders.get(rank.host_id)
+        if rank.is_dead or rank.is_frozen or holder is None or rank.holder is holder:
+            return
+        if holder.is_serving:
             rank.connect(holder)
 
     # -- the promise --------------------------------------------------------------------------

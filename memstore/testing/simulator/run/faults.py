@@ -42,8 +42,8 @@ def take_files(cluster: SimCluster, fault: Fault, names: list[str]) -> None:
 
 def _look(cluster: SimCluster, name: str, loss: FileLoss) -> None:
     """Let a holder look at its files, until it has ended."""
-    holder = cluster.holders[name]
-    if cluster.memories[name].is_removed:
+    holder = cluster.holders.get(name)
+    if cluster.memories[name].is_removed and holder is not None:
         if holder.is_serving:
             lost_files.look(SimFiles(cluster, name), loss)
         cluster.at(LOOK_S, lambda: _look(cluster, name, loss))
@@ -365,6 +365,22 @@ def _kill_host(cluster: SimCluster, each: Fault) -> None:
         cluster.kill_host(name, back_after_s=each.for_s)
 
 
+@fault("lose-host")
+def _lose_host(cluster: SimCluster, each: Fault) -> None:
+    """Lose hosts for good, while more are left than a shard has copies; other machines join later, or none.
+
+    The next launch waits as long, or for nothing: repair comes before it, or beside its first puts.
+    """
+    cluster.launches_from_s = max(cluster.launches_from_s, cluster.now + each.for_s * (each.rank % 2))
+    for name in _names(cluster, each)[: cluster.scenario.replicas - 1]:
+        if len(cluster.holders) <= cluster.scenario.replicas:
+            return
+        labels = cluster.holders[name].info.labels
+        cluster.lose_host(name)
+        if each.count % 2:
+            cluster.at(each.for_s, lambda labels=labels: cluster.add_host(f"h{len(cluster.memories)}", labels))  # type: ignore[misc]
+
+
 @fault("preempt")
 def _preempt(cluster: SimCluster, each: Fault) -> None:
     """Announce the end of a host, end it at that moment, and bring another of its name later (R29).
@@ -565,7 +581,7 @@ def _durable_torn(cluster: SimCluster, each: Fault) -> None:
 @fault("add-host")
 def _add_host(cluster: SimCluster, each: Fault) -> None:
     if len(cluster.holders) < 6:
-        cluster.add_host(f"h{len(cluster.holders)}", {})
+        cluster.add_host(f"h{len(cluster.memories)}", {})
 
 
 @fault("step-clock")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 from memstore.core.wire.calls import RankLoss
 from memstore.inplace.lifelines import End
@@ -239,8 +238,7 @@ class _SimRun:
         cluster, hosts = self.cluster, _serving(self.cluster)
         if not hosts:
             return before
-        rack: Callable[[str], str | None] = lambda host: cluster.holders[host].info.labels.get("rack")  # noqa: E731
-        near = [host for host in hosts if rack(host) == rack(before)] or hosts
+        near = [host for host in hosts if cluster.racks[host] == cluster.racks[before]] or hosts
         if before in near and not (cluster.scenario.has_spares and self.rng.random() < 0.5):
             return before
         return self.rng.choice(near)

@@ -150,6 +150,7 @@ THEMES = (
 ENDING_SHARE, SHARED_SHARDS_SHARE = 0.1, 0.15
 TWO_LOSSES_SHARE = 0.5  # of those with parity on four hosts or more
 PARITY_SHARE = 0.25  # of the seeds whose ranks name no shards
+LOST_HOSTS_SHARE = 0.3  # of those with parity: hosts are lost for good, and some ranks have parity, others copies
 TRUST_SHARE = 0.15
 GROUPS_SHARE = 0.3
 IN_FLIGHT = (1, 1, 1, 2, 3)
@@ -228,7 +229,12 @@ def with_parity(drawn: Scenario) -> Scenario:
     )
     rng = random.Random(f"two losses {drawn.seed}")
     has_two = hosts >= 4 and rng.random() < TWO_LOSSES_SHARE
-    return replace(with_one, replicas=3, racks=0) if has_two else with_one
+    with_one = replace(with_one, replicas=3, racks=0) if has_two else with_one
+    rng = random.Random(f"lost hosts {drawn.seed}")
+    if drawn.is_in_place or rng.random() > LOST_HOSTS_SHARE:
+        return with_one
+    lost = [_fault(rng, {"lose-host": 1}) for _ in range(rng.randint(1, 3))]
+    return replace(with_one, faults=tuple(sorted([*with_one.faults, *lost])))
 
 
 def _fault(rng: random.Random, kinds: Mapping[str, int]) -> Fault:

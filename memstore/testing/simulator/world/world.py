@@ -213,6 +213,7 @@ class World(Protocol):
     network: Network
     durable: DurableStorage
     memories: dict[str, Memory]  # by host
+    racks: dict[str, str]  # by host, also of those that are lost; "": no label
     drains: dict[str, float]  # host -> the moment at which Ray will end it
     failing_loads: int  # so many of the next gets fail as a rank loads what they brought
     has_kv: bool  # Ray's key-value store answers
