@@ -593,9 +593,10 @@ class Reservations:
         return total
 
     def _older_elsewhere(self, job: Job, attempt: Attempt, needs: Mapping[int, int]) -> Room:
-        """Return the room that kept steps of older attempts take on hosts beyond the rows of a version.
+        """Return the room that kept steps of older attempts take on hosts where their ranks put nothing any more.
 
-        The places of copies are left to what repair still brings there, and to what was decoded for safety.
+        All of it, where there is so much: the places of a version are left to what repair still brings there. Else so
+        much as the rows of a version, which repair may still add up, do not hold.
         """
         found = Room()
         kept = kept_steps(job, attempt) - job.pinned_steps() if attempt.parity_sets or job.parity else ()
@@ -609,7 +610,10 @@ class Reservations:
             for host, shards in job.shards_on(step).items():
                 foreign = [s for s in shards if s.is_parity or (own.get(s.rank) != host and s.rank not in decoded)]
                 taken = sum(spec.chunks_count for spec in map(job.spec, foreign) if spec is not None)
-                found[host] += max(0, taken - rows[host])
+                at_home = (s for s in foreign if s.is_parity and own.get(s.rank) == host)
+                kept_here = sum(spec.chunks_count for spec in map(job.spec, at_home) if spec is not None)
+                is_tight = (job.name, host) in self.tight
+                found[host] += max(0, taken - rows[host]) if is_tight else taken - kept_here
         return found
 
     def _decoded_elsewhere(self, job: Job, attempt: Attempt, step: StepId) -> set[int]:
@@ -686,8 +690,8 @@ class Reservations:
     def _is_asked_for_less(self, host_id: str, report: Reserved) -> bool:
         """Ask a host again without what its copies can do without; False if it was not asked for any such thing.
 
-        First with fewer versions in flight, then without room for copies in other hosts' stead, then without the
-        pinned copies that are to move.
+        First with fewer versions in flight, then without room for copies in other hosts' stead, then without that for
+        pinned copies, and for parts of older steps, beside what is to come in their place.
         """
         key, asked, number = (report.job, host_id), self.orders_count, report.number.number
         job, rebuild = self.state.jobs.get(report.job), self.rebuilds.get(key)
@@ -707,9 +711,11 @@ class Reservations:
             return number <= self.tight[key]
         if job is None or attempt is None or not is_current:
             return False
-        if host_id not in self._pinned_elsewhere(job, attempt):
-            return False
+        wanted = self._room(job, attempt)[host_id]
         self.tight[key] = asked
+        if self._room(job, attempt)[host_id] == wanted:
+            del self.tight[key]
+            return False
         return bool(self.order(job, attempt, only=(host_id,)))
 
     def _lower_in_flight(self, job: Job, attempt: Attempt, why: str) -> None:

@@ -212,10 +212,9 @@ class ParityRepair:
         self.state, self.out, self.view, self.pushes, self._decode = state, out, view, pushes, decode
         self.decoding: dict[ShardId, tuple[str, float]] = {}  # shard -> where, and when it may be ordered again
 
-    def is_kept(self, now: float, job: Job, attempt: Attempt, step: StepId, rank: int, ranks: ParitySet) -> bool:
-        """Return whether a live host keeps a rank's parity; else have the host of its shard add it up again."""
-        hosts, commit, shards = self.state.hosts, job.commits.get(step), job.copies.get(step, {})
-        parity = ShardId(job.name, step.attempt, step.step, rank, is_parity=True)
+    def lacking_at(self, job: Job, attempt: Attempt, step: StepId, rank: int, ranks: ParitySet) -> str | None:
+        """Return the host that is to keep a rank's parity; None if a live one does."""
+        hosts, commit = self.state.hosts, job.commits.get(step)
         target = attempt.members[rank].host_id if commit is None and rank in attempt.members else ""
         if not hosts.is_live(target):  # what is being put goes on where ranks add to it, also on a host that is to go
             target = self.view.owner_host(job, attempt, rank)
@@ -223,11 +222,22 @@ class ParityRepair:
             is_meant = commit is None or all(commit.digests.is_possible(x.rank, x.digest) for x in copy.spec.summands)
             is_here = hosts.is_live(host) and is_meant and not copy.missing
             if is_here and (host == target or self._is_apart(job, attempt, rank, ranks, host, target)):
-                return True
+                return None
+        return target
+
+    def add_up(
+        self, now: float, job: Job, attempt: Attempt, step: StepId, of: ParityOf, target: str, *, is_over: bool
+    ) -> None:
+        """Have the other hosts of a set add their shards into parity that lacks.
+
+        Only if they all can, unless the step is being put: the others' puts come yet. `is_over`: they do not.
+        """
+        hosts, commit, shards = self.state.hosts, job.commits.get(step), job.copies.get(step, {})
+        parity = ShardId(job.name, step.attempt, step.step, of.rank, is_parity=True)
         if not hosts.is_answering(target) or (parity, target) in self.pushes.refused_s:
-            return False
+            return
         if self._is_decoding(now, job, target):
-            return False  # a get may wait for that shard: its chunks have the link for themselves
+            return  # a get may wait for that shard: its chunks have the link for themselves
         sources = {
             other: [
                 host
@@ -235,16 +245,15 @@ class ParityRepair:
                 if host != target and hosts.is_answering(host) and not copy.missing
                 if commit is None or commit.digests.is_possible(other, copy.spec.digest)
             ]
-            for other in ranks.others(rank)
+            for other in of.set.others(of.rank)
         }
-        if commit is not None and not all(sources.values()):
+        if not all(sources.values()) and (commit is not None or is_over):
             # A shard is lost, or on the host of the parity alone: rows that cannot be full would keep room.
-            return False
+            return
         for other, held in sources.items():
             put_s = attempt.members[other].put_s if other in attempt.members else None
             if commit is not None or put_s is None or now - put_s >= OPEN_PARITY_S:
-                self._add(now, job, step, other, held, target, ParityOf.of(rank, ranks))
-        return False
+                self._add(now, job, step, other, held, target, of)
 
     def _is_decoding(self, now: float, job: Job, host: str) -> bool:
         orders = ((shard, until_s) for shard, (target, until_s) in self.decoding.items() if target == host)
@@ -389,14 +398,13 @@ class Repair:
         self._forget(job)
         if not job.damaged and all(job.settled.get(step) == job.changes.get(step) for step in job.copies):
             return
-        held, is_ended = redundant_steps(job, attempt), self._is_ended(attempt)
-        self._is_over = is_ended
+        held, self._is_over = redundant_steps(job, attempt), self._is_ended(attempt)
         self.pushes.count_load()
         self._awaiting = set()
-        for step in sorted(job.copies, key=lambda s: (is_ended and s in held, s), reverse=True):
+        for step in sorted(job.copies, key=lambda s: (self._is_over and s in held, s), reverse=True):
             phase = attempt.steps.get(step.step) if step.attempt == attempt.attempt_number else None
             is_open = phase in ("open", "committing")
-            is_due = not is_waiting or (is_open and not is_ended)
+            is_due = not is_waiting or (is_open and not self._is_over)
             if is_due and (is_open or step in held) and job.settled.get(step) != job.changes.get(step):
                 self._consider_step(now, job, attempt, step, may_drop=step in held or phase == "open")
             if step in job.damaged and phase == "open":
@@ -472,8 +480,14 @@ class Repair:
             is_settled = self._consider_shard(now, job, attempt, step, rank, commit, substitutes, may_drop=may_drop)
             if place and is_settled:
                 whole.add((place, *found[rank]))
-            if rank in sets and not self.parity.is_kept(now, job, attempt, step, rank, sets[rank]):
+            target = self.parity.lacking_at(job, attempt, step, rank, sets[rank]) if rank in sets else None
+            if target is not None:
                 is_settled = False
+                if commit:
+                    self._awaiting.add(target)
+                if self._is_due_at(target, commit):
+                    of = ParityOf.of(rank, sets[rank])
+                    self.parity.add_up(now, job, attempt, step, of, target, is_over=self._is_over)
             scan.is_settled = scan.is_settled and is_settled
         if begin + LOOKS_MAX < len(ranks):
             scan.next_rank = ranks[begin + LOOKS_MAX]
@@ -513,8 +527,7 @@ class Repair:
         if commit and parity_set and is_lost:
             self.parity.decode(now, job, attempt, shard, parity_set)
         for target in (*lacking, *(h for h in substitutes if h not in good)):
-            is_free = commit or target not in self._awaiting or not self._is_over
-            if is_free and self._push(now, shard, target, good, attempt):
+            if self._is_due_at(target, commit) and self._push(now, shard, target, good, attempt):
                 scan.pushed(shard, target)
         is_over = may_drop and not lacking and bool(surplus)
         is_safe = self._is_safe(wanted, 1 if parity_set else attempt.replicas) if is_over else False
@@ -528,6 +541,10 @@ class Repair:
                 self.room.order(job, attempt, is_news_only=True)
         # Copies on substitutes must be dropped when the probation ends, so look at this step again.
         return not lacking and not surplus and not substitutes
+
+    def _is_due_at(self, target: str, commit: StepCommitted | None) -> bool:
+        """Return whether a host may get what a step lacks: one that no rank will finish waits for all kept ones."""
+        return commit is not None or target not in self._awaiting or not self._is_over
 
     def _is_safe(self, wanted: list[str], replicas: int) -> bool:
         """Return whether the hosts that placement names are enough: all answer, in as many domains as asked.

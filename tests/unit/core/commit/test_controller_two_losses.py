@@ -266,3 +266,25 @@ def test_a_damaged_row_is_added_again_by_those_whose_chunks_are_in_it() -> None:
     assert world.run_until(lambda: world.has_all_parity(StepId(1, 1), 6), 30.0), describe(world)
     orders = [order for each in world.holders.values() for order in each.received(PushCopy)]
     assert {(order.shard.rank, order.target) for order in orders} == {(rank, "h3") for rank in (0, 1, 2, 4, 5)}
+
+
+@pytest.mark.parametrize("is_tight", [False, True])
+def test_parts_of_older_steps_have_room_beside_what_comes_in_their_place(*, is_tight: bool) -> None:
+    """Every rank has moved by one host: there a shard of four chunks and two rows of each of two kept steps are left.
+
+    A host that has no room for all of it keeps them in the places of the rows of a version (R10, R29).
+    """
+    world, _ = trained(6, last=3, keep_steps=2, **FOUR_AND_TWO)
+    world.add_host("h6")
+    world.run(2.0)
+    world.kill_host("h0")
+    world.run(5.0)
+    limited = world.holders["h3"].replicas.arena
+    if is_tight:
+        limited.limit_slots = 12 + 3 * 2 + 2 * 4  # its rank's part, the rows of three versions, and the two shards
+    ranks = restored(world, 3)
+    world.reserve(ranks)
+    assert all(rank.has_room for rank in ranks)
+    slots = {host: holder.rooms[JOB].peer_slots for host, holder in world.holders.items() if holder.is_up}
+    assert slots == {**dict.fromkeys(HOSTS[1:], 3 * 2 + 2 * (4 + 2)), "h3": 14 if is_tight else 18, "h6": 3 * 2}
+    assert world.put_all(ranks, 4, limit_s=40.0), describe(world)
