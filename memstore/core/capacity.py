@@ -609,11 +609,13 @@ class Reservations:
             decoded = self._decoded_elsewhere(job, attempt, step)
             for host, shards in job.shards_on(step).items():
                 foreign = [s for s in shards if s.is_parity or (own.get(s.rank) != host and s.rank not in decoded)]
-                taken = sum(spec.chunks_count for spec in map(job.spec, foreign) if spec is not None)
-                at_home = (s for s in foreign if s.is_parity and own.get(s.rank) == host)
-                kept_here = sum(spec.chunks_count for spec in map(job.spec, at_home) if spec is not None)
+                at_home = [s for s in foreign if s.rank in attempt.parity_sets and own.get(s.rank) == host]
+                taken, taken_at_home = (
+                    sum(spec.chunks_count for spec in map(job.spec, those) if spec is not None)
+                    for those in (foreign, at_home)
+                )
                 is_tight = (job.name, host) in self.tight
-                found[host] += max(0, taken - rows[host]) if is_tight else taken - kept_here
+                found[host] += max(0, taken - rows[host], 0 if is_tight else taken - taken_at_home)
         return found
 
     def _decoded_elsewhere(self, job: Job, attempt: Attempt, step: StepId) -> set[int]:

@@ -281,6 +281,17 @@ def test_launches_with_and_without_parity_take_turns(ways: tuple[int, ...]) -> N
     assert (world.parity_on(StepId(attempt, step)) == {}) is (ways[-1] == 0)
 
 
+@pytest.mark.parametrize(("before", "now", "slots"), [(4, 4, 2), (4, 0, 2 * 4 + 1), (0, 4, 2 + 4)])
+def test_a_first_put_reserves_what_the_step_before_takes_besides(before: int, now: int, slots: int) -> None:
+    """Two versions, a row each or four chunks; a row, or a copy, of the kept step lies in no place of theirs."""
+    world, _ = trained(5, parity=before)
+    world.config = {**world.config, "parity": now}
+    ranks = world.launch(5)
+    world.get(ranks)
+    world.reserve(ranks)
+    assert {holder.rooms[JOB].peer_slots for holder in world.holders.values()} == {slots}
+
+
 def test_a_job_of_two_hosts_has_copies() -> None:
     """Parity needs three hosts in domains of their own; with fewer it is a copy each, as without it."""
     world, _ = trained(2, parity=4)
