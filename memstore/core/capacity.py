@@ -609,13 +609,13 @@ class Reservations:
             decoded = self._decoded_elsewhere(job, attempt, step)
             for host, shards in job.shards_on(step).items():
                 foreign = [s for s in shards if s.is_parity or (own.get(s.rank) != host and s.rank not in decoded)]
-                at_home = [s for s in foreign if s.rank in attempt.parity_sets and own.get(s.rank) == host]
-                taken, taken_at_home = (
+                astray = [s for s in foreign if s.rank not in attempt.parity_sets or own.get(s.rank) != host]
+                taken, moving = (
                     sum(spec.chunks_count for spec in map(job.spec, those) if spec is not None)
-                    for those in (foreign, at_home)
+                    for those in (foreign, astray)
                 )
                 is_tight = (job.name, host) in self.tight
-                found[host] += max(0, taken - rows[host], 0 if is_tight else taken - taken_at_home)
+                found[host] += max(0, taken - rows[host], 0 if is_tight else moving)
         return found
 
     def _decoded_elsewhere(self, job: Job, attempt: Attempt, step: StepId) -> set[int]:
