@@ -29,7 +29,7 @@ from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import PushCopy
 from memstore.core.wire.peer_messages import ParityOf
-from memstore.core.wire.reports import PushFailed
+from memstore.core.wire.reports import Brought, PushFailed
 from recovery.inventory import Copy, ShardId, StepId
 from recovery.parity import ParitySet
 
@@ -199,8 +199,17 @@ class Substitutes:
 
 OPEN_PARITY_S = 5.0  # from a put until its host is ordered to add it into parity that an open step still lacks
 ADDING_DEADLINE_S = 10.0  # until a shard is ordered to be added again: no report says that parity was given up
-Decode = Callable[[str, Job, Attempt, ShardId], None]  # orders a host to decode a shard and to store it
-DECODE_DEADLINE_S = 60.0  # until a shard that was to be decoded, and is not there, is ordered again
+Decode = Callable[[str, Job, Attempt, ShardId], int | None]  # orders a host to decode a shard and to store it
+DECODE_DEADLINE_S = 60.0  # until a shard that was to be decoded is ordered again, if no report comes
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """An order to decode a lost shard."""
+
+    number: int
+    host: str
+    until_s: float  # it may be ordered again then
 
 
 class ParityRepair:
@@ -210,7 +219,7 @@ class ParityRepair:
         self, state: ClusterState, out: Effects, view: ClusterView, pushes: RepairPushes, decode: Decode
     ) -> None:
         self.state, self.out, self.view, self.pushes, self._decode = state, out, view, pushes, decode
-        self.decoding: dict[ShardId, tuple[str, float]] = {}  # shard -> where, and when it may be ordered again
+        self.decoding: dict[ShardId, Decoding] = {}  # orders whose end was not reported
 
     def lacking_at(self, job: Job, attempt: Attempt, step: StepId, rank: int, ranks: ParitySet) -> str | None:
         """Return the host that is to keep a rank's parity; None if a live one does."""
@@ -256,8 +265,8 @@ class ParityRepair:
                 self._add(now, job, step, other, held, target, of)
 
     def _is_decoding(self, now: float, job: Job, host: str) -> bool:
-        orders = ((shard, until_s) for shard, (target, until_s) in self.decoding.items() if target == host)
-        return any(each.job == job.name and until_s > now and not job.has_copy(each, host) for each, until_s in orders)
+        orders = ((shard, order) for shard, order in self.decoding.items() if order.host == host)
+        return any(shard.job == job.name and order.until_s > now for shard, order in orders)
 
     def _is_apart(self, job: Job, attempt: Attempt, rank: int, ranks: ParitySet, host: str, own: str) -> bool:
         """Return whether a host that keeps a rank's parity is as far from the set's other hosts as the rank's own.
@@ -305,20 +314,34 @@ class ParityRepair:
     def decode(self, now: float, job: Job, attempt: Attempt, shard: ShardId, ranks: ParitySet) -> None:
         """Have a lost shard of a committed step decoded on its rank's host, or if that is dead on another one."""
         step, hosts = StepId(shard.attempt, shard.step), self.state.hosts
-        self.decoding = {each: order for each, order in self.decoding.items() if order[1] > now}
+        self.decoding = {each: order for each, order in self.decoding.items() if order.until_s > now}
         if shard in self.decoding:
             return
         target = self.view.owner_host(job, attempt, shard.rank)
         if not hosts.is_answering(target):
             placement = self.view.placement(job)
             near = {attempt.members[rank].host_id for rank in ranks.ranks if rank in attempt.members}
-            others = [h for h in (placement.targets if placement is not None else ()) if hosts.is_answering(h)]
+            targets, refused_s = placement.targets if placement is not None else (), self.pushes.refused_s
+            others = [h for h in targets if hosts.is_answering(h) and (shard, h) not in refused_s]
             if not others:
                 return
-            coming = Counter(host for host, _ in self.decoding.values())  # two lost shards of a set go to two hosts
+            coming = Counter(order.host for order in self.decoding.values())  # two lost shards of a set go to two hosts
             target = min(others, key=lambda h: (h in near, len(job.on_host.get(h, {}).get(step, ())) + coming[h], h))
-        self.decoding[shard] = target, now + DECODE_DEADLINE_S
-        self._decode(target, job, attempt, shard)
+        if (shard, target) in self.pushes.refused_s:
+            return
+        number = self._decode(target, job, attempt, shard)
+        if number is None:  # RAM has not all that it takes
+            self.pushes.refused_s[shard, target] = now
+        else:
+            self.decoding[shard] = Decoding(number, target, now + DECODE_DEADLINE_S)
+
+    def brought(self, now: float, report: Brought) -> None:
+        """Note that a host has stored what it was to decode; one that could not is left alone for a moment."""
+        shard = next((each for each, order in self.decoding.items() if order.number == report.read), None)
+        if shard is not None:
+            order = self.decoding.pop(shard)
+            if report.problem is not None:
+                self.pushes.refused_s[shard, order.host] = now
 
 
 # -- repair -------------------------------------------------------------------------------------------
@@ -651,7 +674,7 @@ class Repair:
     def host_died(self, host_id: str) -> None:
         """Drop pushes from or to a dead host, and what it was to decode."""
         decoding = self.parity.decoding
-        self.parity.decoding = {shard: order for shard, order in decoding.items() if order[0] != host_id}
+        self.parity.decoding = {shard: order for shard, order in decoding.items() if order.host != host_id}
         self.pushes.under_way = {
             (shard, target): (source, deadline)
             for (shard, target), (source, deadline) in self.pushes.under_way.items()

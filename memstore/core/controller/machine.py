@@ -165,6 +165,7 @@ class Inputs:
     # -- reports ------------------------------------------------------------------------------
 
     def _brought(self, host: str, report: reports.Brought) -> None:
+        self.parts.repair.parity.brought(self.state.now, report)
         if not self.parts.reads.ended(report):
             self.parts.rounds.staged(self.state.now, report)
 

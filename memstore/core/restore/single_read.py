@@ -122,14 +122,15 @@ class SingleReads:
         )
         self.state.reads[number] = Read(call, shard, result.verdict, result.why, report)
 
-    def rebuild(self, host: str, job: Job, attempt: Attempt, shard: ShardId) -> None:
-        """Order a host to decode a lost shard and to store it; nothing if RAM has not all of its chunks."""
+    def rebuild(self, host: str, job: Job, attempt: Attempt, shard: ShardId) -> int | None:
+        """Order a host to decode a lost shard and store it; return the number, None if RAM has not all that it takes."""
         step = StepId(shard.attempt, shard.step)
         result = self._plan_at(host, job, attempt, step, job.commits[step].world_size)
         runs = [run_of(t) for t in result.transfers if t.rank == shard.rank]
-        if runs and not any(run.tier == "durable" for run in runs):
-            number, spec = attempt.attempt_number, result.specs[shard.rank]
-            self.bring(host, shard, spec, runs, use="store", job=job.name, attempt=number, durable=None, reader="")
+        if not runs or any(run.tier == "durable" for run in runs):
+            return None
+        number, spec = attempt.attempt_number, result.specs[shard.rank]
+        return self.bring(host, shard, spec, runs, use="store", job=job.name, attempt=number, durable=None, reader="")
 
     def bring(
         self,

@@ -8,6 +8,7 @@ import pytest
 
 from memstore.core.report.redundancy import survival_rows
 from memstore.core.wire.orders import Bring, PushCopy
+from memstore.core.wire.reports import Brought
 from memstore.shell.peer.parity import IDLE_S
 from memstore.testing.controller.holder import DirectedRank
 from memstore.testing.controller.world import JOB, ControllerWorld, describe, trained
@@ -179,6 +180,38 @@ def test_a_lost_shard_is_decoded_before_its_host_adds_parity_up_again() -> None:
     world.holders["h4"].instead.clear()
     world.holders["h4"].carry_out(held[0])
     assert world.run_until(lambda: world.has_all_parity(StepId(1, 1), 5), 30.0), describe(world)
+
+
+def test_a_host_adds_parity_up_again_once_it_has_decoded_a_shard() -> None:
+    """Also when the shard was for safety, and went from there again: nothing is sent for it any more."""
+    world, _ = trained(5, parity=4)
+    world.run(2.0)
+    world.kill_host("h4")
+    assert world.run_until(lambda: world.holders_of(StepId(1, 1), 4) == ["h0"], 20.0), describe(world)
+    world.return_host("h4", keep_memory=False)
+    ranks = world.launch(5)
+    world.get(ranks)
+    assert world.run_until(lambda: world.holders_of(StepId(1, 1), 4) == ["h4"], 40.0), describe(world)
+    world.holders["h0"].lose(ShardId(JOB, 1, 1, 0, is_parity=True))
+    assert world.run_until(lambda: world.has_all_parity(StepId(1, 1), 5), 15.0), describe(world)
+
+
+def test_a_shard_that_could_not_be_decoded_is_ordered_again_soon() -> None:
+    """A source was out of reach for a moment: meanwhile the host may add parity up."""
+    world, _ = trained(5, parity=4)
+    world.run(2.0)
+    world.kill_host("h4")
+    world.return_host("h4", keep_memory=False)
+    back, failed = world.holders["h4"], list[Bring]()
+
+    def fail(order: Bring) -> None:
+        failed.append(order)
+        back.state.report(Brought(read=order.read, problem="out of reach", bad={}))
+
+    back.instead[Bring] = fail
+    assert world.run_until(lambda: len(failed) == 2, 20.0), describe(world)
+    back.instead.clear()
+    assert world.run_until(lambda: world.holders_of(StepId(1, 1), 4) == ["h4"], 15.0), describe(world)
 
 
 def test_a_first_put_reserves_nothing_for_a_shard_that_was_decoded_for_safety() -> None:
