@@ -123,7 +123,7 @@ class SingleReads:
         self.state.reads[number] = Read(call, shard, result.verdict, result.why, report)
 
     def rebuild(self, host: str, job: Job, attempt: Attempt, shard: ShardId) -> int | None:
-        """Order a host to decode a lost shard and store it; return the number, None if RAM has not all that it takes."""
+        """Order a host to decode and store a lost shard; return the number, None if RAM has not all that it takes."""
         step = StepId(shard.attempt, shard.step)
         result = self._plan_at(host, job, attempt, step, job.commits[step].world_size)
         runs = [run_of(t) for t in result.transfers if t.rank == shard.rank]
