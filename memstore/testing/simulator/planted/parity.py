@@ -19,6 +19,7 @@ from memstore.shell.peer import parity
 from memstore.shell.peer.parity import ParityServer
 from memstore.testing.faults.catalogue import Fault
 from memstore.testing.simulator.planted.bug import planted, row
+from memstore.testing.simulator.world.scenario import UNEVEN_CHUNKS
 from recovery.inventory import ShardId
 from recovery.parity import ParitySet
 
@@ -30,7 +31,7 @@ LAUNCHES = tuple(Fault(2.5 + 1.7 * n, "kill-rank", rank=n) for n in range(5))
 CRASHES = tuple(Fault(2.0 + 1.3 * n, "crash-holder-at", (n % 4,), count=2 * n + 3) for n in range(7))
 
 
-@planted("chunk-added-twice", "R37", "I27", *RESETS, at=(ParityServer, "chunks"), parity=2, is_uneven=True)
+@planted("chunk-added-twice", "R37", "I27", *RESETS, at=(ParityServer, "chunks"), parity=2, chunks=UNEVEN_CHUNKS)
 def chunk_added_twice(real: Any, self: ParityServer, *request: Any) -> Any:
     """A chunk that is sent again after a broken connection is added again."""
     with patch.object(IncomingParity, "is_added", lambda self, rank, chunk, digest: False):
@@ -177,7 +178,7 @@ ROWS = (
         Fault(5.0, "kill-host", (1,), for_s=4.0),
         Fault(5.2, "flip-at-rest", (2,), rank=5),
         parity=2,
-        is_uneven=True,
+        chunks=UNEVEN_CHUNKS,
         step_s=0.8,
         is_strict=False,
     ),

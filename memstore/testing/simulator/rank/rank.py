@@ -28,7 +28,7 @@ from memstore.testing.simulator.world.world import Answer, AnyHolder, CallFailed
 from recovery.inventory import ShardId
 
 CHUNKS = 3
-UNEVEN_CHUNKS, SHORTER_BYTES = (3, 1, 5, 2, 4), 11  # of ranks in turn; by so much a rank's last chunk is shorter
+SHORTER_BYTES = 11  # by so much a rank's last chunk is shorter
 STALL_BUDGET_S = 1.0
 JOIN_S, GET_S, LOADED_S, RESERVE_S = 25.0, 60.0, 70.0, 40.0
 THAW_POLL_S = 0.1
@@ -72,7 +72,8 @@ class SimRank:
 
     def chunks_of(self, rank: int) -> int:
         """Return how many chunks the shard of a rank has."""
-        return UNEVEN_CHUNKS[rank % len(UNEVEN_CHUNKS)] if self.world.scenario.is_uneven else self.chunks_count
+        chunks = self.world.scenario.chunks
+        return chunks[rank % len(chunks)] if chunks else self.chunks_count
 
     @property
     def is_up(self) -> bool:
@@ -381,7 +382,7 @@ class SimRank:
                 chunk_of(f"own {self.key} {self.rank} {text}{f' {n}' if n else ''}") for text in ("", step)
             )
             chunks.append(changed[: len(kept) // 4] + kept[len(kept) // 4 :])
-        if self.world.scenario.is_uneven:
+        if self.world.scenario.chunks:
             chunks[-1] = chunks[-1][: len(chunks[-1]) - SHORTER_BYTES * (self.rank % 4)]
         return chunks
 

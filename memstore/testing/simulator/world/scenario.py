@@ -29,7 +29,7 @@ class Scenario:
     replicas: int = 2
     scatter: int = 1
     parity: int = 0  # shards in a row of parity, at most; 0: copies
-    is_uneven: bool = False  # ranks put shards of one chunk to five, the last one short
+    chunks: tuple[int, ...] = ()  # of the shards of ranks in turn, the last one short; empty: three whole ones each
     keep_steps: int = 1
     in_flight: int = 1
     world_size: int = 3
@@ -71,7 +71,7 @@ class Scenario:
             f"a step every {self.step_s:.2f} s, durable storage {'on' if self.has_durable else 'off'}"
             f"{f', of {self.durable_s} s, each {self.durable_every} steps' if self.has_durable else ''}"
             f"{', in place' if self.is_in_place else ''}"
-            f"{f', parity={self.parity}' if self.parity else ''}{', uneven shards' if self.is_uneven else ''}"
+            f"{f', parity={self.parity}' if self.parity else ''}{f', shards of {list(self.chunks)} chunks' if self.chunks else ''}"
             f"{self._shared_shards_text()}{f', {self.groups} groups' if self.groups else ''}"
         ]
         return "\n".join([*rows, *(fault.text() for fault in self.faults)])
@@ -93,7 +93,7 @@ class Scenario:
     def from_json(cls, text: str) -> Scenario:
         """Return the scenario that `to_json` wrote; raise ValueError or TypeError if the text is none."""
         found = json.loads(text)
-        found["sizes"] = tuple(found.get("sizes", ()))
+        found |= {name: tuple(found.get(name, ())) for name in ("chunks", "sizes")}
         found["faults"] = tuple(
             Fault(at_s, kind, tuple(hosts), rank, for_s, count)
             for at_s, kind, hosts, rank, for_s, count in found.get("faults", ())
@@ -150,6 +150,8 @@ THEMES = (
 ENDING_SHARE, SHARED_SHARDS_SHARE = 0.1, 0.15
 TWO_LOSSES_SHARE = 0.5  # of those with parity on four hosts or more
 PARITY_SHARE = 0.25  # of the seeds whose ranks name no shards
+UNEVEN_CHUNKS = (3, 1, 5, 2, 4)
+WIDE_SHARE = 0.5  # of those with parity and uneven shards: some have ten times as many chunks as others
 LOST_HOSTS_SHARE = 0.3  # of those with parity: hosts are lost for good, and some ranks have parity, others copies
 TRUST_SHARE = 0.15
 GROUPS_SHARE = 0.3
@@ -222,7 +224,7 @@ def with_parity(drawn: Scenario) -> Scenario:
         replicas=2,
         scatter=1,
         parity=rng.choice([2, 2, 3, 4]),
-        is_uneven=rng.random() < 0.5,
+        chunks=UNEVEN_CHUNKS if rng.random() < 0.5 else (),
         world_size=rng.choice([hosts, hosts, hosts + 1, 2 * hosts]) if hosts < 6 else hosts,
         shards=0,
         sizes=(),
@@ -230,6 +232,10 @@ def with_parity(drawn: Scenario) -> Scenario:
     rng = random.Random(f"two losses {drawn.seed}")
     has_two = hosts >= 4 and rng.random() < TWO_LOSSES_SHARE
     with_one = replace(with_one, replicas=3, racks=0) if has_two else with_one
+    rng = random.Random(f"chunks {drawn.seed}")
+    if with_one.chunks and rng.random() < WIDE_SHARE:
+        sizes = [rng.choice((1, rng.randint(2, 5), rng.randint(6, 14))) for _ in range(hosts)]
+        with_one = replace(with_one, chunks=tuple(sizes))
     rng = random.Random(f"lost hosts {drawn.seed}")
     if drawn.is_in_place or rng.random() > LOST_HOSTS_SHARE:
         return with_one
