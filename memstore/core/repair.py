@@ -199,6 +199,7 @@ class Substitutes:
 
 OPEN_PARITY_S = 5.0  # from a put until its host is ordered to add it into parity that an open step still lacks
 ADDING_DEADLINE_S = 10.0  # until a shard is ordered to be added again: no report says that parity was given up
+ADDED_TOGETHER_MAX = 2  # ranks' parity, or steps', that one host adds up at a time
 Decode = Callable[[str, Job, Attempt, ShardId], int | None]  # orders a host to decode a shard and to store it
 DECODE_DEADLINE_S = 60.0  # until a shard that was to be decoded is ordered again, if no report comes
 
@@ -220,6 +221,7 @@ class ParityRepair:
     ) -> None:
         self.state, self.out, self.view, self.pushes, self._decode = state, out, view, pushes, decode
         self.decoding: dict[ShardId, Decoding] = {}  # orders whose end was not reported
+        self.adding: dict[tuple[ShardId, str], float] = {}  # (parity, where it is added up) -> deadline
 
     def lacking_at(self, job: Job, attempt: Attempt, step: StepId, rank: int, ranks: ParitySet) -> str | None:
         """Return the host that is to keep a rank's parity; None if a live one does."""
@@ -234,12 +236,10 @@ class ParityRepair:
                 return None
         return target
 
-    def add_up(
-        self, now: float, job: Job, attempt: Attempt, step: StepId, of: ParityOf, target: str, *, is_over: bool
-    ) -> None:
+    def add_up(self, now: float, job: Job, attempt: Attempt, step: StepId, of: ParityOf, target: str) -> None:
         """Have the other hosts of a set add their shards into parity that lacks.
 
-        Only if they all can, unless the step is being put: the others' puts come yet. `is_over`: they do not.
+        Only once they all can: parity that waits for one of them would keep the others from being sent elsewhere.
         """
         hosts, commit, shards = self.state.hosts, job.commits.get(step), job.copies.get(step, {})
         parity = ShardId(job.name, step.attempt, step.step, of.rank, is_parity=True)
@@ -247,6 +247,9 @@ class ParityRepair:
             return
         if self._is_decoding(now, job, target):
             return  # a get may wait for that shard: its chunks have the link for themselves
+        self.adding = {each: until_s for each, until_s in self.adding.items() if until_s > now}
+        if sum(host == target for _, host in self.adding.keys() - {(parity, target)}) >= ADDED_TOGETHER_MAX:
+            return
         sources = {
             other: [
                 host
@@ -256,13 +259,14 @@ class ParityRepair:
             ]
             for other in of.set.others(of.rank)
         }
-        if not all(sources.values()) and (commit is not None or is_over):
-            # A shard is lost, or on the host of the parity alone: rows that cannot be full would keep room.
+        if not all(sources.values()):
+            # A shard is not put yet, is lost, or is on the host of the parity alone: rows that are not full take room.
             return
         for other, held in sources.items():
             put_s = attempt.members[other].put_s if other in attempt.members else None
             if commit is not None or put_s is None or now - put_s >= OPEN_PARITY_S:
                 self._add(now, job, step, other, held, target, of)
+                self.adding.setdefault((parity, target), now + ADDING_DEADLINE_S)
 
     def _is_decoding(self, now: float, job: Job, host: str) -> bool:
         orders = ((shard, order) for shard, order in self.decoding.items() if order.host == host)
@@ -302,10 +306,10 @@ class ParityRepair:
     def _add(
         self, now: float, job: Job, step: StepId, rank: int, sources: list[str], target: str, parity: ParityOf
     ) -> None:
-        shard, free = ShardId(job.name, step.attempt, step.step, rank), list(filter(self.pushes.is_free, sources))
-        if not free or (shard, target) in self.pushes.under_way:
+        shard = ShardId(job.name, step.attempt, step.step, rank)
+        if (shard, target) in self.pushes.under_way:
             return
-        source = min(free, key=lambda h: (self.pushes.load[h], h))
+        source = min(sources, key=lambda h: (self.pushes.load[h], h))
         self.pushes.load[source] += 1
         self.pushes.under_way[shard, target] = (source, now + ADDING_DEADLINE_S)
         digest = job.copies[step][rank][source].spec.digest
@@ -510,7 +514,7 @@ class Repair:
                     self._awaiting.add(target)
                 if self._is_due_at(target, commit):
                     of = ParityOf.of(rank, sets[rank])
-                    self.parity.add_up(now, job, attempt, step, of, target, is_over=self._is_over)
+                    self.parity.add_up(now, job, attempt, step, of, target)
             scan.is_settled = scan.is_settled and is_settled
         if begin + LOOKS_MAX < len(ranks):
             scan.next_rank = ranks[begin + LOOKS_MAX]
@@ -612,6 +616,7 @@ class Repair:
         under_way = self.pushes.under_way
         under_way.pop((shard, target), None)
         if shard.is_parity:
+            self.parity.adding.pop((shard, target), None)
             step = (shard.job, shard.attempt, shard.step)
             for key in [k for k in under_way if k[1] == target and (k[0].job, k[0].attempt, k[0].step) == step]:
                 del under_way[key]
@@ -675,6 +680,7 @@ class Repair:
         """Drop pushes from or to a dead host, and what it was to decode."""
         decoding = self.parity.decoding
         self.parity.decoding = {shard: order for shard, order in decoding.items() if order.host != host_id}
+        self.parity.adding = {key: until_s for key, until_s in self.parity.adding.items() if key[1] != host_id}
         self.pushes.under_way = {
             (shard, target): (source, deadline)
             for (shard, target), (source, deadline) in self.pushes.under_way.items()

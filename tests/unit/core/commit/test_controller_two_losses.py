@@ -83,6 +83,19 @@ def test_a_commit_waits_for_the_parity_of_all_five_others() -> None:
     assert not any(rank.degraded[2] for rank in ranks)
 
 
+def test_parity_that_waits_for_one_host_keeps_no_other_from_being_added_up() -> None:
+    """Two orders never arrive: the sets that they were for wait, and all others are whole within seconds (R29)."""
+    world, _ = trained(6, **FOUR_AND_TWO)
+    world.run(2.0)
+    slow, lost, step = world.holders["h5"], list[PushCopy](), StepId(1, 1)
+    slow.instead[PushCopy] = lambda order: lost.append(order) if len(lost) < 2 else slow.carry_out(order)
+    for rank, host in enumerate(HOSTS):
+        world.holders[host].lose(ShardId(JOB, 1, 1, rank, is_parity=True))
+    assert world.run_until(lambda: len(lost) == 2, 10.0), describe(world)
+    assert world.run_until(lambda: len(world.parity_on(step)) == 4, 3.0), describe(world)
+    assert world.run_until(lambda: world.has_all_parity(step, 6), 30.0), describe(world)
+
+
 @pytest.mark.parametrize("pair", PAIRS)
 def test_any_two_hosts_come_back_from_parity_alone(pair: tuple[int, int]) -> None:
     """Both shards are decoded at the new hosts, and the next step has all of its parity (R24, R37)."""
