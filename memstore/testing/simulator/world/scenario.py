@@ -71,7 +71,8 @@ class Scenario:
             f"a step every {self.step_s:.2f} s, durable storage {'on' if self.has_durable else 'off'}"
             f"{f', of {self.durable_s} s, each {self.durable_every} steps' if self.has_durable else ''}"
             f"{', in place' if self.is_in_place else ''}"
-            f"{f', parity={self.parity}' if self.parity else ''}{f', shards of {list(self.chunks)} chunks' if self.chunks else ''}"
+            f"{f', parity={self.parity}' if self.parity else ''}"
+            f"{f', shards of {list(self.chunks)} chunks' if self.chunks else ''}"
             f"{self._shared_shards_text()}{f', {self.groups} groups' if self.groups else ''}"
         ]
         return "\n".join([*rows, *(fault.text() for fault in self.faults)])
