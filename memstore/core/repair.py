@@ -222,6 +222,13 @@ class ParityRepair:
         self.state, self.out, self.view, self.pushes, self._decode = state, out, view, pushes, decode
         self.decoding: dict[ShardId, Decoding] = {}  # orders whose end was not reported
         self.adding: dict[tuple[ShardId, str], float] = {}  # (parity, where it is added up) -> deadline
+        self._added_at = Counter[str]()  # so many by host, in one look at a job
+
+    def begin_look(self, now: float) -> None:
+        """Forget orders whose deadline has passed, and count what each host adds up."""
+        self.decoding = {each: order for each, order in self.decoding.items() if order.until_s > now}
+        self.adding = {each: until_s for each, until_s in self.adding.items() if until_s > now}
+        self._added_at = Counter(host for _, host in self.adding)
 
     def lacking_at(self, job: Job, attempt: Attempt, step: StepId, rank: int, ranks: ParitySet) -> str | None:
         """Return the host that is to keep a rank's parity; None if a live one does."""
@@ -245,10 +252,9 @@ class ParityRepair:
         parity = ShardId(job.name, step.attempt, step.step, of.rank, is_parity=True)
         if not hosts.is_answering(target) or (parity, target) in self.pushes.refused_s:
             return
-        if self._is_decoding(now, job, target):
+        if self._is_decoding(job, target):
             return  # a get may wait for that shard: its chunks have the link for themselves
-        self.adding = {each: until_s for each, until_s in self.adding.items() if until_s > now}
-        if sum(host == target for _, host in self.adding.keys() - {(parity, target)}) >= ADDED_TOGETHER_MAX:
+        if (parity, target) not in self.adding and self._added_at[target] >= ADDED_TOGETHER_MAX:
             return
         sources = {
             other: [
@@ -266,11 +272,12 @@ class ParityRepair:
             put_s = attempt.members[other].put_s if other in attempt.members else None
             if commit is not None or put_s is None or now - put_s >= OPEN_PARITY_S:
                 self._add(now, job, step, other, held, target, of)
-                self.adding.setdefault((parity, target), now + ADDING_DEADLINE_S)
+                if (parity, target) not in self.adding:
+                    self.adding[parity, target] = now + ADDING_DEADLINE_S
+                    self._added_at[target] += 1
 
-    def _is_decoding(self, now: float, job: Job, host: str) -> bool:
-        orders = ((shard, order) for shard, order in self.decoding.items() if order.host == host)
-        return any(shard.job == job.name and order.until_s > now for shard, order in orders)
+    def _is_decoding(self, job: Job, host: str) -> bool:
+        return any(order.host == host and shard.job == job.name for shard, order in self.decoding.items())
 
     def _is_apart(self, job: Job, attempt: Attempt, rank: int, ranks: ParitySet, host: str, own: str) -> bool:
         """Return whether a host that keeps a rank's parity is as far from the set's other hosts as the rank's own.
@@ -318,7 +325,6 @@ class ParityRepair:
     def decode(self, now: float, job: Job, attempt: Attempt, shard: ShardId, ranks: ParitySet) -> None:
         """Have a lost shard of a committed step decoded on its rank's host, or if that is dead on another one."""
         step, hosts = StepId(shard.attempt, shard.step), self.state.hosts
-        self.decoding = {each: order for each, order in self.decoding.items() if order.until_s > now}
         if shard in self.decoding:
             return
         target = self.view.owner_host(job, attempt, shard.rank)
@@ -427,6 +433,7 @@ class Repair:
             return
         held, self._is_over = redundant_steps(job, attempt), self._is_ended(attempt)
         self.pushes.count_load()
+        self.parity.begin_look(now)
         self._awaiting = set()
         for step in sorted(job.copies, key=lambda s: (self._is_over and s in held, s), reverse=True):
             phase = attempt.steps.get(step.step) if step.attempt == attempt.attempt_number else None
