@@ -201,16 +201,16 @@ OPEN_PARITY_S = 5.0  # from a put until its host is ordered to add it into parit
 ADDING_DEADLINE_S = 10.0  # until a shard is ordered to be added again: no report says that parity was given up
 ADDED_TOGETHER_MAX = 2  # ranks' parity, or steps', that one host adds up at a time
 Decode = Callable[[str, Job, Attempt, ShardId], int | None]  # orders a host to decode a shard and to store it
-DECODE_DEADLINE_S = 60.0  # until a shard that was to be decoded is ordered again, if no report comes
+DECODE_DEADLINE_S = 60.0  # until a shard is to be decoded again, if no report comes, or RAM has not all that it takes
 
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """An order to decode a lost shard."""
+    """An order to decode a lost shard; or none, if there was nothing to order, or the host has reported a failure."""
 
-    number: int
-    host: str
     until_s: float  # it may be ordered again then
+    number: int | None = None
+    host: str | None = None
 
 
 class ParityRepair:
@@ -220,14 +220,27 @@ class ParityRepair:
         self, state: ClusterState, out: Effects, view: ClusterView, pushes: RepairPushes, decode: Decode
     ) -> None:
         self.state, self.out, self.view, self.pushes, self._decode = state, out, view, pushes, decode
-        self.decoding: dict[ShardId, Decoding] = {}  # orders whose end was not reported
+        self.decoding: dict[ShardId, Decoding] = {}
         self.adding: dict[tuple[ShardId, str], float] = {}  # (parity, where it is added up) -> deadline
         self._added_at = Counter[str]()  # so many by host, in one look at a job
 
     def begin_look(self, now: float) -> None:
-        """Forget orders whose deadline has passed, and count what each host adds up."""
-        self.decoding = {each: order for each, order in self.decoding.items() if order.until_s > now}
-        self.adding = {each: until_s for each, until_s in self.adding.items() if until_s > now}
+        """Forget orders that have ended, and count what each host adds up."""
+        jobs, under_way = self.state.jobs, {(_step_of(shard), host) for shard, host in self.pushes.under_way}
+        self.decoding = {
+            shard: order
+            for shard, order in self.decoding.items()
+            if order.until_s > now and shard.job in jobs
+            if order.host is None or not jobs[shard.job].has_copy(shard, order.host)
+        }
+        late = [key for key, until_s in self.adding.items() if until_s <= now]
+        self.pushes.refused_s |= dict.fromkeys(late, now)  # others have a turn
+        # When a step is dropped, or a source dies, no report says so: then no part is under way.
+        self.adding = {
+            (parity, host): until_s
+            for (parity, host), until_s in self.adding.items()
+            if until_s > now and (_step_of(parity), host) in under_way
+        }
         self._added_at = Counter(host for _, host in self.adding)
 
     def lacking_at(self, job: Job, attempt: Attempt, step: StepId, rank: int, ranks: ParitySet) -> str | None:
@@ -246,7 +259,7 @@ class ParityRepair:
     def add_up(self, now: float, job: Job, attempt: Attempt, step: StepId, of: ParityOf, target: str) -> None:
         """Have the other hosts of a set add their shards into parity that lacks.
 
-        Only once they all can: parity that waits for one of them would keep the others from being sent elsewhere.
+        Only once they all can: parity that waits for one of them takes room, and one of its host's turns.
         """
         hosts, commit, shards = self.state.hosts, job.commits.get(step), job.copies.get(step, {})
         parity = ShardId(job.name, step.attempt, step.step, of.rank, is_parity=True)
@@ -331,27 +344,25 @@ class ParityRepair:
         if not hosts.is_answering(target):
             placement = self.view.placement(job)
             near = {attempt.members[rank].host_id for rank in ranks.ranks if rank in attempt.members}
-            targets, refused_s = placement.targets if placement is not None else (), self.pushes.refused_s
-            others = [h for h in targets if hosts.is_answering(h) and (shard, h) not in refused_s]
+            others = [h for h in (placement.targets if placement is not None else ()) if hosts.is_answering(h)]
             if not others:
                 return
             coming = Counter(order.host for order in self.decoding.values())  # two lost shards of a set go to two hosts
             target = min(others, key=lambda h: (h in near, len(job.on_host.get(h, {}).get(step, ())) + coming[h], h))
-        if (shard, target) in self.pushes.refused_s:
-            return
         number = self._decode(target, job, attempt, shard)
-        if number is None:  # RAM has not all that it takes
-            self.pushes.refused_s[shard, target] = now
-        else:
-            self.decoding[shard] = Decoding(number, target, now + DECODE_DEADLINE_S)
+        self.decoding[shard] = Decoding(now + DECODE_DEADLINE_S, number, target if number is not None else None)
 
     def brought(self, now: float, report: Brought) -> None:
-        """Note that a host has stored what it was to decode; one that could not is left alone for a moment."""
+        """Note that a host has stored what it was to decode; if it could not, that is ordered again in a moment."""
         shard = next((each for each, order in self.decoding.items() if order.number == report.read), None)
-        if shard is not None:
-            order = self.decoding.pop(shard)
-            if report.problem is not None:
-                self.pushes.refused_s[shard, order.host] = now
+        if shard is not None and report.problem is None:
+            del self.decoding[shard]
+        elif shard is not None:
+            self.decoding[shard] = Decoding(now + REFUSAL_TTL_S)
+
+
+def _step_of(shard: ShardId) -> tuple[str, int, int]:
+    return shard.job, shard.attempt, shard.step
 
 
 # -- repair -------------------------------------------------------------------------------------------
@@ -359,7 +370,7 @@ class ParityRepair:
 
 PUSH_DEADLINE_S = 120.0  # a push that was neither finished nor refused by then is ordered again
 LOOKS_MAX = 1024  # shards of one step looked at in one go, so that a tick takes milliseconds for jobs of any size
-REFUSAL_TTL_S = 5.0  # how long a target that refused a copy, or a copy that no host can take, is left alone
+REFUSAL_TTL_S = 5.0  # how long a target that refused a copy, or what no host can take or could decode, is left alone
 
 
 def _are_good(copies: Iterable[Copy], commit: StepCommitted | None, rank: int) -> bool:
@@ -624,9 +635,10 @@ class Repair:
         under_way.pop((shard, target), None)
         if shard.is_parity:
             self.parity.adding.pop((shard, target), None)
-            step = (shard.job, shard.attempt, shard.step)
-            for key in [k for k in under_way if k[1] == target and (k[0].job, k[0].attempt, k[0].step) == step]:
-                del under_way[key]
+            job, step = self.state.jobs.get(shard.job), StepId(shard.attempt, shard.step)
+            ranks = job.parity_sets(step).get(shard.rank) if job is not None else None
+            for other in ranks.others(shard.rank) if ranks is not None else ():
+                under_way.pop((shard._replace(rank=other, is_parity=False), target), None)
 
     def push_failed(self, now: float, report: PushFailed) -> None:
         """Note a refused or broken push: count the step without it, try again later (R18)."""
