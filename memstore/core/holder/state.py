@@ -46,7 +46,7 @@ class Pushes:
 
 @dataclass(eq=False)
 class Fetching:
-    """A read that fetches a shard to be stored here, while other reads of the shard wait for it."""
+    """A read that brings a shard here, while other reads of the shard wait for it."""
 
     is_over: bool = False
     replica: IncomingReplica | None = None

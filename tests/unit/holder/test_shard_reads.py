@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any, cast
 from unittest.mock import MagicMock
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -248,6 +249,23 @@ def test_readers_of_one_host_take_turns_where_room_is_tight(
     first.join()
     ready.release(b.state, 3)
     assert used_slots(b) == len(whole)
+
+
+def test_a_shard_that_several_ranks_read_comes_once_and_is_no_copy(
+    pair: tuple[Holder, Holder], fetched: list[int]
+) -> None:
+    """It lies in the second reader's reach, too; nothing of it stays, as it would in the place of others' copies."""
+    a, b = pair
+    stored, before = seal(a.replicas), used_slots(b)
+    whole = msgspec.structs.replace(order(stored, []), chunks=None, use="read")
+    for number in (1, 2):
+        assert b.io.run(bring._bring_here, b.state, msgspec.structs.replace(whole, read=number)) == {}
+    assert sorted(fetched) == list(range(8))
+    assert b.replicas.index.find(stored.shard, stored.spec.digest) is None
+    for number in (1, 2):
+        assert ready.take(b.state, number).replica.missing == []
+        ready.release(b.state, number)
+    assert used_slots(b) == before
 
 
 # -- a reader's process ---------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ others wait; one that brings nothing for 10 s is overtaken.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 from memstore.core.arena.replica_index import IncomingReplica
@@ -90,7 +91,7 @@ async def _bring(io: HolderIo, state: HolderState, order: Bring) -> fetch.Chunks
     if not comes_here(state, order):
         return await _make_ready(io, state, order)
     if order.use == "store":
-        return await _store_once(io, state, order)
+        return await _once(io, state, order, _store)
     with contextlib.suppress(CapacityError):
         return await _bring_here(io, state, order)
     # Others have the room, or it is being freed: this read has given its chunks back, and waits; only one at a time.
@@ -110,14 +111,20 @@ async def _bring(io: HolderIo, state: HolderState, order: Bring) -> fetch.Chunks
 
 
 async def _bring_here(io: HolderIo, state: HolderState, order: Bring) -> fetch.Chunks:
-    """Store the whole shard, if that is what is read, and keep what is read for its reader. CapacityError."""
-    if order.chunks is None and (lost := await _store_once(io, state, order)):
-        return lost
-    return await _make_ready(io, state, order, is_fetched=True)
+    """Bring what is read to slots here, and keep it for its reader; a whole shard once for several. CapacityError.
+
+    A shard of a get, or that a reader found damaged, is stored as a copy. What one rank reads of others is none: it
+    would take the room that the next step's copies and parity are to have.
+    """
+    if order.chunks is not None:
+        return await _make_ready(io, state, order, Fetching())
+    if order.use == "read":
+        return await _once(io, state, order, _make_ready)
+    return await _once(io, state, order, _store) or await _make_ready(io, state, order, Fetching())
 
 
-async def _make_ready(io: HolderIo, state: HolderState, order: Bring, *, is_fetched: bool = False) -> fetch.Chunks:
-    """Keep the chunks for their reader: where each is here, or who has it.
+async def _make_ready(io: HolderIo, state: HolderState, order: Bring, fetching: Fetching | None = None) -> fetch.Chunks:
+    """Keep the chunks for their reader: where each is here, or who has it; fetch what is elsewhere if `fetching`.
 
     What is kept is an incoming replica that is never finished: it counts as no copy of the shard. Content that this
     host holds anyway, of any shard, is referenced (R13).
@@ -136,7 +143,8 @@ async def _make_ready(io: HolderIo, state: HolderState, order: Bring, *, is_fetc
         if order.use != "read":  # the reader of one shard digests what it copies, and has bad chunks brought again
             await _digest_here(io, replica)
         sources: fetch.Chunks = {}
-        if is_fetched:
+        if fetching is not None:
+            fetching.replica = replica
             lost = await fetch.chunks(io, state, order, replica, until_s)
         else:
             missing = replica.missing
@@ -217,16 +225,19 @@ async def _verified(io: HolderIo, order: Bring, found: dict[int, str], host: str
 # -- whole shards that come here ----------------------------------------------------------------------
 
 
-async def _store_once(io: HolderIo, state: HolderState, order: Bring) -> fetch.Chunks:
-    """Have the shard stored here; of several reads of it, as by ranks that share its state, one fetches."""
+BringWhole = Callable[[HolderIo, HolderState, Bring, Fetching], Awaitable[fetch.Chunks]]
+
+
+async def _once(io: HolderIo, state: HolderState, order: Bring, bring: BringWhole) -> fetch.Chunks:
+    """Bring the shard here; of several reads of it, as by ranks that share its state, one fetches."""
     fetching, key, mine = state.reads.fetching, (order.shard.id, order.spec.digest), Fetching()
     while (first := fetching.setdefault(key, mine)) is not mine:
         if await _await_other(io, first):
-            return await _store(io, state, order, mine)  # which fetches, if the other could not
+            return await bring(io, state, order, mine)  # which fetches, if the other could not
         if fetching.get(key) is first:  # the reads that waited beside this one wait for it now
             del fetching[key]
     try:
-        return await _store(io, state, order, mine)
+        return await bring(io, state, order, mine)
     finally:
         if fetching.get(key) is mine:
             del fetching[key]

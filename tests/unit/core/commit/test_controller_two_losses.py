@@ -96,6 +96,42 @@ def test_parity_that_waits_for_one_host_keeps_no_other_from_being_added_up() -> 
     assert world.run_until(lambda: world.has_all_parity(step, 6), 30.0), describe(world)
 
 
+def test_shards_that_ram_lacks_are_planned_once_a_minute() -> None:
+    """Two hosts of a set are gone: no host of 30 could decode their shards, and a plan is dear in a large job (R37)."""
+    world, _ = trained(30, parity=4)
+    world.run(2.0)
+    decode, planned = world.served.parts.repair.parity._decode, list[str]()
+
+    def counted(host: str, *of: Any) -> int | None:
+        planned.append(host)
+        return decode(host, *of)
+
+    world.served.parts.repair.parity._decode = counted
+    lost = world.job().attempts[1].parity_sets[0].ranks[:2]
+    for rank in lost:
+        world.kill_host(f"h{rank}")
+    world.run(50.0)
+    assert len(planned) == len(lost)
+
+
+def test_parity_of_a_step_that_goes_keeps_no_turn_of_its_host() -> None:
+    """Parts of the step before were under way, and nothing reports that they ended: the next ones begin at once."""
+    world, ranks = trained(5, 20, parity=4)
+    world.run(2.0)
+    slow = list[PushCopy]()
+    for holder in world.holders.values():
+        holder.instead[PushCopy] = lambda order, holder=holder: (
+            slow.append(order) if order.shard.step == 1 else holder.carry_out(order)
+        )
+    here = [rank.rank for rank in ranks if rank.host_id == "h1"]
+    world.holders["h1"].lose(*(ShardId(JOB, 1, 1, rank, is_parity=True) for rank in here))
+    assert world.run_until(lambda: bool(slow), 5.0), describe(world)
+    assert world.put_all(ranks, 2), describe(world)
+    world.holders["h1"].lose(*(ShardId(JOB, 1, 2, rank, is_parity=True) for rank in here))
+    assert world.run_until(lambda: not {*here} & {*world.parity_on(StepId(1, 2))}, 1.0), describe(world)
+    assert world.run_until(lambda: {*here} <= {*world.parity_on(StepId(1, 2))}, 4.0), describe(world)
+
+
 @pytest.mark.parametrize("pair", PAIRS)
 def test_any_two_hosts_come_back_from_parity_alone(pair: tuple[int, int]) -> None:
     """Both shards are decoded at the new hosts, and the next step has all of its parity (R24, R37)."""
