@@ -98,7 +98,7 @@ def test_parity_that_waits_for_one_host_keeps_no_other_from_being_added_up() -> 
 
 def test_shards_that_ram_lacks_are_planned_once_a_minute() -> None:
     """Two hosts of a set are gone: no host of 30 could decode their shards, and a plan is dear in a large job (R37)."""
-    world, _ = trained(30, parity=4)
+    world, ranks = trained(30, parity=4)
     world.run(2.0)
     decode, planned = world.served.parts.repair.parity._decode, list[str]()
 
@@ -109,7 +109,7 @@ def test_shards_that_ram_lacks_are_planned_once_a_minute() -> None:
     world.served.parts.repair.parity._decode = counted
     lost = world.job().attempts[1].parity_sets[0].ranks[:2]
     for rank in lost:
-        world.kill_host(f"h{rank}")
+        world.kill_host(ranks[rank].host_id)
     world.run(50.0)
     assert len(planned) == len(lost)
 
