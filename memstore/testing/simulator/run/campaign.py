@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from memstore.core.wire.messages import HostBeat
 from memstore.testing.faults.catalogue import Fault
+from memstore.testing.simulator.checks.copies import COMMITS_WANTED
 from memstore.testing.simulator.host.holder import REAP_S, SimHolder
 from memstore.testing.simulator.run.cluster import SimCluster
 from memstore.testing.simulator.run.controller import DIAL_S, LEASE_S, SimController
@@ -38,7 +39,7 @@ from memstore.testing.simulator.world.world import Violation
 T = TypeVar("T")
 BEAT_S = 0.5
 SCRUB_S = 4.0
-LIVENESS_S = 90.0
+LIVENESS_S = 45.0  # and the time of the steps that must be committed meanwhile
 REFILL_S = 60.0  # the copies of a job without ranks are complete again within this
 CALM_S = 10.0  # after the end of all ranks nothing happens any more within this
 
@@ -76,9 +77,10 @@ class Simulation:
         cluster.heal()
         self._demand_copies()
         checker.observed.is_healed = True
-        if not self._run_until(cluster.now + LIVENESS_S, checker.redundancy.is_live):
+        limit_s = LIVENESS_S + COMMITS_WANTED * self.scenario.step_s
+        if not self._run_until(cluster.now + limit_s, checker.redundancy.is_live):
             why = checker.redundancy.why_not_live()
-            raise Violation("I16", f"not whole {LIVENESS_S:g} s after the last fault: {why}")
+            raise Violation("I16", f"not whole {limit_s:g} s after the last fault: {why}")
         cluster.is_over = True
         for rank in [*cluster.ranks, *cluster.former]:
             cluster.kill_rank(rank, "the end")
