@@ -9,7 +9,7 @@ A shard may miss chunks (a quarantined slot, R30); it then counts and serves onl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from memstore.core.arena.parity_rows import IncomingParity
@@ -405,13 +405,22 @@ class ReplicaIndex:
         stored = sum(len(s.slots) for s in held if share is None or not _is_foreign(s, share))
         repaired = {s.shard for s in held if s.missing}  # what comes takes the places that are counted
         incoming = (d for d in self.incoming.values() if d.shard.job == job and is_meant(d.shard))
-        return stored + sum(self._slots_for(d) for d in incoming if d.part is not None or d.shard not in repaired)
+        return stored + self._slots_for(d for d in incoming if d.part is not None or d.shard not in repaired)
 
-    def _slots_for(self, replica: IncomingReplica) -> int:
-        """Return the slots that an incoming replica takes in the end; chunks shared with a stored replica take none."""
-        if replica.part is None:
-            return len(replica.slots)
-        return sum(replica.slots[i] not in self.users for i in replica.part)
+    def _slots_for(self, replicas: Iterable[IncomingReplica]) -> int:
+        """Return the slots that incoming replicas take in the end.
+
+        Of what is kept for readers a chunk that a stored replica has takes none, and one that several have takes one.
+        """
+        whole_count, empty_count, filled = 0, 0, set[int]()
+        for replica in replicas:
+            whole_count += len(replica.slots) if replica.part is None else 0
+            for slot in (replica.slots[i] for i in replica.part or ()):
+                if slot is None:
+                    empty_count += 1
+                elif slot not in self.users:
+                    filled.add(slot)
+        return whole_count + empty_count + len(filled)
 
     def may_lease(self, job: str, attempt: int) -> bool:
         """Return whether an attempt's ranks may put by now: until then a restore has the version in flight (R10)."""
@@ -448,7 +457,7 @@ class ReplicaIndex:
         unfinished_count = sum(replica.part is None for replica in incoming)
         if unfinished_count >= PEER_INCOMING_MAX:
             return f"{unfinished_count} shards of other hosts are unfinished here, the limit is {PEER_INCOMING_MAX}"
-        expected = sum(self._slots_for(replica) for replica in incoming)
+        expected = self._slots_for(incoming)
         if expected + chunks_count > self.table.claimed_count:
             return f"{expected} chunks of unfinished shards are expected, {chunks_count} more are more than slots"
         if share is None:

@@ -305,8 +305,8 @@ def test_what_fills_no_part_of_a_share_makes_none_of_it_spare() -> None:
     assert replica_index.spare_count() == 4
 
 
-def test_a_read_that_shares_a_stored_replicas_chunks_takes_no_room_of_peers() -> None:
-    """Its reader fetches the rest itself, so only what it alone holds counts; reads are no unfinished shards (R10)."""
+def test_reads_that_share_chunks_take_no_room_of_peers_twice() -> None:
+    """A stored replica's chunks count for that one, what several reads hold once; reads are no unfinished shards (R10)."""
     replica_index = ReplicaIndex(SlotTable(8))
     replica_index.set_share("job", PeerShare(1, {0: 4}, peer_slots=4))
     kept = stored(replica_index, SHARDS[0], 3)
@@ -315,7 +315,8 @@ def test_a_read_that_shares_a_stored_replicas_chunks_takes_no_room_of_peers() ->
         assert all(replica_index.hold_known(read, index, 8) is not None for index in range(3))
     assert replica_index.peer_refusal(SHARDS[1], 3) is None
     replica_index.free(replica_index.drop(SHARDS[0])[0])
-    assert "chunks of unfinished shards are expected" in str(replica_index.peer_refusal(SHARDS[1], 3))
+    assert replica_index.used_by_peers("job") == 3
+    assert "3 of 4 slots used, 3 needed" in str(replica_index.peer_refusal(SHARDS[1], 3))
 
 
 def test_a_stranger_gets_only_what_no_process_has_a_claim_on() -> None:
