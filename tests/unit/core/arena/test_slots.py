@@ -306,7 +306,7 @@ def test_what_fills_no_part_of_a_share_makes_none_of_it_spare() -> None:
 
 
 def test_reads_that_share_chunks_take_no_room_of_peers_twice() -> None:
-    """A stored replica's chunks count for that one, what several reads hold once; reads are no unfinished shards (R10)."""
+    """A stored replica's chunks count for it, what several reads hold once; reads are no unfinished shards (R10)."""
     replica_index = ReplicaIndex(SlotTable(8))
     replica_index.set_share("job", PeerShare(1, {0: 4}, peer_slots=4))
     kept = stored(replica_index, SHARDS[0], 3)
