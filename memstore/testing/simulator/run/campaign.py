@@ -39,7 +39,7 @@ from memstore.testing.simulator.world.world import Violation
 T = TypeVar("T")
 BEAT_S = 0.5
 SCRUB_S = 4.0
-LIVENESS_S = 45.0  # and the time of the steps that must be committed meanwhile
+LIVENESS_S = 45.0  # and the time between the steps that must be committed meanwhile
 REFILL_S = 60.0  # the copies of a job without ranks are complete again within this
 CALM_S = 10.0  # after the end of all ranks nothing happens any more within this
 
@@ -77,7 +77,7 @@ class Simulation:
         cluster.heal()
         self._demand_copies()
         checker.observed.is_healed = True
-        limit_s = LIVENESS_S + COMMITS_WANTED * self.scenario.step_s
+        limit_s = LIVENESS_S + (COMMITS_WANTED - 1) * self.scenario.step_s
         if not self._run_until(cluster.now + limit_s, checker.redundancy.is_live):
             why = checker.redundancy.why_not_live()
             raise Violation("I16", f"not whole {limit_s:g} s after the last fault: {why}")
