@@ -109,14 +109,16 @@ def test_a_silent_host_keeps_nobody_from_being_examined(cluster: EmbeddedCluster
     raylet = cluster.raylet("h3")
     freeze(raylet)
     try:
-        body = doctor("--store", scratch_store_name("d"), *OURS[:-1], "25", code=1)
+        for limit_s in ("25", "50", PATIENT_S):  # a loaded machine may start an examiner later than the first
+            body = doctor("--store", scratch_store_name("d"), *OURS[:-1], limit_s, code=1)
+            found = [row for row in body["findings"] if (row["level"], row["subject"]) == ("FAIL", "answer")]
+            silent = {row["host"]: row["what"] for row in found}
+            if len(silent) == 2:
+                break
     finally:
         thaw(raylet)
         cluster.cluster.remove_node(bare, allow_graceful=True)
-    silent = {
-        row["host"]: row["what"] for row in body["findings"] if (row["level"], row["subject"]) == ("FAIL", "answer")
-    }
-    assert "no answer within 25 s" in silent.pop("h3")
+    assert f"no answer within {limit_s} s" in silent.pop("h3")
     [(host, what)] = silent.items()
     assert host == socket.gethostname()
     assert "host (MEMSTORE_HOST) name '../h' is not allowed" in what
