@@ -42,7 +42,9 @@ def test_a_lost_host_is_decoded_from_four_others(tmp_path: Path, nursery: RankNu
     """An arena of exactly 2.5 times the state; a host goes with its memory, and the newest step comes back whole."""
     # Repair would decode the shard before the restore asks for it.
     with trained(tmp_path, nursery, detect=60.0, **FULL) as (cluster, fleet, ranks):
-        assert {row["stats"]["reserved_bytes"] for row in cluster.status()["hosts"]} == {FULL["arena_bytes"]}
+        # What a host reserves reaches `status` with the host's next heartbeat, which may come after the commit.
+        reserved = lambda: {row["stats"]["reserved_bytes"] for row in cluster.status()["hosts"]}  # noqa: E731
+        wait_for(lambda: reserved() == {FULL["arena_bytes"]}, "the whole share of every host in its heartbeat")
         assert not cluster.job("train")["degraded"]
         fleet.kill(ranks)
         ranks, got = fleet.resume(replace_h1(cluster))
