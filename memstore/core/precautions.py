@@ -40,10 +40,11 @@ class Counter:
     of: Callable[[HostStats], int]
     rise: int
     text: str
+    begins_with_holder: bool = False  # at 0, while what the kernel counts may be years old
 
 
 COUNTERS: Mapping[str, Counter] = {
-    "scrub": Counter(lambda stats: stats.scrub, 1, "its scrub found {} damaged chunks or manifests"),
+    "scrub": Counter(lambda stats: stats.scrub, 1, "its scrub found {} damaged chunks or manifests", True),
     "uncorrected": Counter(
         lambda stats: stats.uncorrected_errors, 1, "its memory had {} uncorrected errors: `memstore drain` empties it"
     ),
@@ -95,8 +96,8 @@ class Precaution:
 class Precautions:
     """The precautions for all jobs, and the signs of all hosts that were seen."""
 
-    def __init__(self, state: ClusterState, out: Effects, persists: Persists) -> None:
-        self.state, self.out, self.persists = state, out, persists
+    def __init__(self, state: ClusterState, out: Effects, persists: Persists, term: int) -> None:
+        self.state, self.out, self.persists, self.term = state, out, persists, term
         self.of: dict[str, Precaution] = {}
         self.counts: dict[tuple[str, str], tuple[int, int]] = {}  # host and counter -> its incarnation, what it was
         self.odd: set[tuple[str, str]] = set()  # host and sign that holds still
@@ -109,17 +110,22 @@ class Precautions:
             self._sign(event.host, "drain", "it has notice of its end", is_certain=True)
 
     def heartbeat(self, beat: HostBeat) -> None:
-        """Take what a host counts; what an earlier life of it counted, and before this controller, is no sign."""
+        """Take what a host counts: a sign is what neither an earlier life of it counted nor a controller before saw."""
         state = self.state.hosts.states.get(beat.host_id)
         if state is None or beat.stats is None:
             return
         for kind, counter in COUNTERS.items():
             value, key = counter.of(beat.stats), (beat.host_id, kind)
             life, before = self.counts.get(key, (-1, 0))
-            if life != state.info.incarnation:
+            if life != state.info.incarnation or value < before:
+                # Only an earlier controller can have reported what this life of a holder has counted so far.
+                is_unreported = counter.begins_with_holder and (life >= 0 or self.term == 1)
+                before = 0 if is_unreported else value
+                self.counts[key] = state.info.incarnation, before
+            if value - before >= counter.rise:
                 self.counts[key] = state.info.incarnation, value
-            elif value - before >= counter.rise:
-                self.counts[key] = life, value
+                if kind == "scrub":
+                    self.out.note("scrub", host=beat.host_id, found=value - before)
                 self._sign(beat.host_id, kind, counter.text.format(value - before))
 
     def _look_at_hosts(self) -> None:

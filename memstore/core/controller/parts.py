@@ -63,7 +63,7 @@ class Parts:
             state, out, self.view, self.steps, self.retention, self.durable_states, self.persists
         )
         self.departures = Departures(state, out, self.durable_checks, self.persists)
-        self.precautions = Precautions(state, out, self.persists)
+        self.precautions = Precautions(state, out, self.persists, term)
         # attempts
         self.attempts = Attempts(state, out, self.journal, self.view, markers)
         self.rewinds = Rewinds(state, out, self.view, self.attempts)

@@ -179,7 +179,6 @@ class EventRecorder:
         self.skips: dict[tuple[str, int, int], tuple[str, SkipStep]] = {}  # (job, attempt, step) -> host, rank's word
         self.problem = ""  # the last mistake in telling; tests look at it
         self.files_lost: dict[str, str] = {}  # by host: what of its folder was removed, as its last beat said
-        self.scrubbed: dict[tuple[str, int], int] = {}  # (host, incarnation) -> damaged chunks already reported
         out.note = self.note
 
     @never_raises
@@ -398,21 +397,13 @@ class EventRecorder:
 
     @never_raises
     def heartbeat(self, host: str, stats: HostStats | None) -> None:
-        """Record what a host's scrub found since its last heartbeat (R30)."""
-        state = self.state.hosts.states.get(host)
-        if state is None:
+        """Record which files of a host's folder were removed while its holder ran."""
+        if host not in self.state.hosts.states:
             return
-        found = stats.scrub if stats is not None else 0
         lost = stats.files_lost[:300] if stats is not None else ""
         if lost and self.files_lost.get(host) != lost:  # its successor's beats say so as well
             self.note("files_lost", host=host, what=lost)
         self.files_lost[host] = lost
-        key = (host, state.info.incarnation)
-        if key not in self.scrubbed:  # the previous controller has reported what a holder found before this one knew it
-            self.scrubbed = {k: n for k, n in self.scrubbed.items() if k[0] != host}
-        elif found > self.scrubbed[key]:
-            self.note("scrub", host=host, found=found - self.scrubbed[key])
-        self.scrubbed[key] = found
 
 
 def fewest(hosts_by_rank: Iterable[Collection[str]]) -> int:

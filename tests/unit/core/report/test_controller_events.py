@@ -252,11 +252,26 @@ def test_a_seal_that_is_reported_again_after_its_commit_is_no_step_of_its_own() 
 
 
 def test_scrub_findings_of_a_heartbeat_are_reported_once() -> None:
-    """The count in a heartbeat is since the holder's start: only what is new is news (R30)."""
+    """The count in a heartbeat is since the holder's start: only what is new is news, in its first beat too (R30)."""
     world, _ = trained(2)
-    for count in (0, 2, 2, 3):
-        world._handle(HostBeat("h0", host_stats(scrub=count)))
+    beat = lambda count: world._handle(HostBeat("h0", host_stats(scrub=count)))  # noqa: E731
+    for count in (2, 2, 3):
+        beat(count)
     assert [(row["host"], row["found"]) for row in events_of_kind(world, "scrub")] == [("h0", 2), ("h0", 1)]
+    world.crash_controller()
+    world.run(5.0)
+    for count in (3, 4):  # its predecessor has reported three
+        beat(count)
+    assert [row["found"] for row in events_of_kind(world, "scrub")] == [1]
+    world.kill_host("h0")
+    world.return_host("h0")
+    world.run(5.0)
+    beat(6)  # the first beat that has a count
+    world.kill_host("h0")
+    world.add_host("h0")  # another machine of that name, which counts its lives from 1 again
+    world.run(5.0)
+    beat(2)
+    assert [row["found"] for row in events_of_kind(world, "scrub")] == [1, 6, 2]
 
 
 @pytest.mark.parametrize(("stall_s", "age_s"), [(float("nan"), float("nan")), (-1.0, 1e300), (0.0, float("-inf"))])
