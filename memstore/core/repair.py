@@ -208,6 +208,7 @@ DECODE_DEADLINE_S = 60.0  # until a shard is to be decoded again, if no report c
 class Decoding:
     """An order to decode a lost shard; or none, if there was nothing to order, or the host has reported a failure."""
 
+    attempt: int  # the newest when it was ordered: what it brings is fenced with it
     until_s: float  # it may be ordered again then
     number: int | None = None
     host: str | None = None
@@ -226,12 +227,11 @@ class ParityRepair:
 
     def begin_look(self, now: float) -> None:
         """Forget orders that have ended, and count what each host adds up."""
-        jobs, under_way = self.state.jobs, {(_step_of(shard), host) for shard, host in self.pushes.under_way}
+        under_way = {(_step_of(shard), host) for shard, host in self.pushes.under_way}
         self.decoding = {
             shard: order
             for shard, order in self.decoding.items()
-            if order.until_s > now and shard.job in jobs
-            if order.host is None or not jobs[shard.job].has_copy(shard, order.host)
+            if order.until_s > now and self._is_wanted(shard, order)
         }
         late = [key for key, until_s in self.adding.items() if until_s <= now]
         self.pushes.refused_s |= dict.fromkeys(late, now)  # others have a turn
@@ -288,6 +288,13 @@ class ParityRepair:
                 if (parity, target) not in self.adding:
                     self.adding[parity, target] = now + ADDING_DEADLINE_S
                     self._added_at[target] += 1
+
+    def _is_wanted(self, shard: ShardId, order: Decoding) -> bool:
+        """Return whether a shard is still to come of an order: a newer attempt has fenced it, and needs another."""
+        job = self.state.jobs.get(shard.job)
+        if job is None or job.newest is None or job.newest.attempt_number != order.attempt:
+            return False
+        return order.host is None or not job.has_copy(shard, order.host)
 
     def _is_decoding(self, job: Job, host: str) -> bool:
         return any(order.host == host and shard.job == job.name for shard, order in self.decoding.items())
@@ -350,15 +357,18 @@ class ParityRepair:
             coming = Counter(order.host for order in self.decoding.values())  # two lost shards of a set go to two hosts
             target = min(others, key=lambda h: (h in near, len(job.on_host.get(h, {}).get(step, ())) + coming[h], h))
         number = self._decode(target, job, attempt, shard)
-        self.decoding[shard] = Decoding(now + DECODE_DEADLINE_S, number, target if number is not None else None)
+        self.decoding[shard] = Decoding(
+            attempt.attempt_number, now + DECODE_DEADLINE_S, number, target if number is not None else None
+        )
 
     def brought(self, now: float, report: Brought) -> None:
         """Note that a host has stored what it was to decode; if it could not, that is ordered again in a moment."""
         shard = next((each for each, order in self.decoding.items() if order.number == report.read), None)
-        if shard is not None and report.problem is None:
-            del self.decoding[shard]
-        elif shard is not None:
-            self.decoding[shard] = Decoding(now + REFUSAL_TTL_S)
+        if shard is None:
+            return
+        order = self.decoding.pop(shard)
+        if report.problem is not None:
+            self.decoding[shard] = Decoding(order.attempt, now + REFUSAL_TTL_S)
 
 
 def _step_of(shard: ShardId) -> tuple[str, int, int]:

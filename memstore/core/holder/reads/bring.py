@@ -233,7 +233,8 @@ async def _once(io: HolderIo, state: HolderState, order: Bring, bring: BringWhol
     fetching, key, mine = state.reads.fetching, (order.shard.id, order.spec.digest), Fetching()
     while (first := fetching.setdefault(key, mine)) is not mine:
         if await _await_other(io, first):
-            return await bring(io, state, order, mine)  # which fetches, if the other could not
+            fetching.setdefault(key, mine)  # it fetches if the other could not, and reads that come now wait for it
+            break
         if fetching.get(key) is first:  # the reads that waited beside this one wait for it now
             del fetching[key]
     try:

@@ -182,6 +182,23 @@ def test_a_lost_shard_is_decoded_before_its_host_adds_parity_up_again() -> None:
     assert world.run_until(lambda: world.has_all_parity(StepId(1, 1), 5), 30.0), describe(world)
 
 
+def test_a_lost_shard_comes_before_parity_in_a_newer_attempt_too() -> None:
+    """What was being decoded is fenced by the launch: rows that come in its place would have the link of the get."""
+    world, _ = trained(5, parity=4)
+    world.run(2.0)
+    world.kill_host("h4")
+    world.return_host("h4", keep_memory=False)
+    back, held = world.holders["h4"], list[Bring]()
+    back.instead[Bring] = held.append
+    assert world.run_until(lambda: bool(held), 20.0), describe(world)
+    world.launch(5)
+    back.state.report(Brought(read=held[0].read, problem="FencedError: its attempt is over", bad={}))
+    assert world.run_until(lambda: len(held) == 2, 2.0), describe(world)
+    assert [order.attempt for order in held] == [1, 2]
+    world.run(3.0)
+    assert [order.parity.rank for order in pushes(world) if order.parity is not None] == []
+
+
 def test_a_host_adds_parity_up_again_once_it_has_decoded_a_shard() -> None:
     """Also when the shard was for safety, and went from there again: nothing is sent for it any more."""
     world, _ = trained(5, parity=4)

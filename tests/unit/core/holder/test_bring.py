@@ -16,7 +16,7 @@ from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import ranks
 from memstore.core.holder.reads import bring, fetch, ready
-from memstore.core.holder.reads.bring import BESIDE_S, LOOK_S, _await_other, begin
+from memstore.core.holder.reads.bring import BESIDE_S, LOOK_S, _await_other, _once, begin
 from memstore.core.holder.state import Fetching, Limits, Ready
 from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.orders import Bring, DurablePlace, Run
@@ -254,6 +254,26 @@ def test_a_read_beside_another_goes_on_once_that_is_over() -> None:
     host, other = Host(), Fetching(is_over=True)
     assert host.play(_await_other(host, other)) is True
     assert host.now == 0.0
+
+
+def test_reads_that_come_later_wait_for_the_one_that_follows_a_failed_one() -> None:
+    """The first was fenced while a second waited for it: a third is not to fetch the same shard beside that one."""
+    host, failing = Host(), Fetching()
+    fetching, key = host.state.reads.fetching, (SHARD, SPEC.digest)
+    fetching[key] = failing
+    is_known: list[bool] = []
+
+    def fail() -> None:
+        failing.is_over = True
+        fetching.pop(key, None)
+
+    async def fetch_all(_io: object, _state: object, _order: Bring, mine: Fetching) -> fetch.Chunks:
+        is_known.append(fetching.get(key) is mine)
+        return {}
+
+    host.meanwhile = fail
+    assert host.play(_once(host, host.state, ORDER, fetch_all)) == {}
+    assert (is_known, fetching) == ([True], {})
 
 
 @pytest.mark.parametrize("refusal", [None, ("ManifestMismatch", "another shape")])
