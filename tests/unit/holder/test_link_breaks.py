@@ -60,6 +60,7 @@ from memstore.shell.peer.client import PeerClient
 from memstore.shell.rank.admin_link import Tool
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.leases import Tenant
+from memstore.shell.rank.shard_read import ShardRead
 from memstore.testing.clusters.processes import wait_for
 from recovery.inventory import ShardId
 
@@ -354,15 +355,22 @@ def test_of_two_reads_of_one_shard_one_fetches(
     fetch_into, await_other = PeerClient.fetch_into, bring._await_other
 
     def fetch(peer: PeerClient, *args: Any) -> list[int]:
-        next(fetches)
+        number = next(fetches)
         assert has_second.wait(WAIT_S)
-        if is_lost and site.holders["a"].state.reads.fetching:
+        if is_lost and number == 0:
             raise FencedError("its attempt is over")
         return fetch_into(peer, *args)
 
     async def await_first(io: HolderIo, read: Fetching) -> bool:
         has_second.set()
         return await await_other(io, read)
+
+    have_both, close = threading.Barrier(2), ShardRead.close
+
+    def close_together(read: ShardRead) -> None:
+        if not read._is_closed:
+            have_both.wait(WAIT_S)  # what one has read is not kept for another that comes after it
+        close(read)
 
     def read() -> Any:
         with (
@@ -373,6 +381,7 @@ def test_of_two_reads_of_one_shard_one_fetches(
 
     monkeypatch.setattr(PeerClient, "fetch_into", fetch)
     monkeypatch.setattr(bring, "_await_other", await_first)
+    monkeypatch.setattr(ShardRead, "close", close_together)
     came = [found for found in together(read, read) if found is not None]
     assert (len(came), next(fetches)) == ((1, 2) if is_lost else (2, 1))
     assert all(torch.equal(found, put["w"]) for found in came)
