@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from memstore.core.format.manifest import decode_manifest
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank_process import RankNursery, RankProcess, fail_together, together
+from recovery.inventory import ShardId
 
 CHUNK_BYTES = 64 << 10
 CHUNKS = 65  # each rank puts 4 MiB of a tensor and a few bytes more, where it fills its arena
@@ -38,6 +40,11 @@ def replace_h1(cluster: ProcessCluster) -> list[str]:
     return ["h0", "h5", "h2", "h3", "h4"]
 
 
+def shards_on(cluster: ProcessCluster, host: str) -> set[ShardId]:
+    """Return what a host has whole."""
+    return {decode_manifest(data).shard for data in cluster.manifests(host).values()}
+
+
 def test_a_lost_host_is_decoded_from_four_others(tmp_path: Path, nursery: RankNursery) -> None:
     """An arena of exactly 2.5 times the state; a host goes with its memory, and the newest step comes back whole."""
     # Repair would decode the shard before the restore asks for it.
@@ -47,9 +54,12 @@ def test_a_lost_host_is_decoded_from_four_others(tmp_path: Path, nursery: RankNu
         wait_for(lambda: reserved() == {FULL["arena_bytes"]}, "the whole share of every host in its heartbeat")
         assert not cluster.job("train")["degraded"]
         fleet.kill(ranks)
-        ranks, got = fleet.resume(replace_h1(cluster))
+        hosts = replace_h1(cluster)
+        assert shards_on(cluster, "h5") == set()
+        ranks, got = fleet.resume(hosts)
         assert (got["step"], got["steps_lost"]) == (4, 0)
         assert got["verdict"] in ("peer", "local")
+        assert ShardId("train", 1, 4, 1) in shards_on(cluster, "h5")
         assert not together(ranks, "train", first=5, last=9)[0]["degraded"]
 
 
@@ -64,9 +74,11 @@ def test_a_full_host_decodes_the_shard_of_a_rank_that_moved_there(
             wait_for(lambda: len(cluster.manifests("h0")) == 3, "two shards and the parity of one step on h0")
         fleet.kill(ranks)
         cluster.lose_host("h4")
+        assert ShardId("train", 1, 4, 4) not in shards_on(cluster, "h0")
         _, got = fleet.resume(["h0", "h1", "h2", "h3", "h0"])
         assert (got["step"], got["steps_lost"]) == (4, int(is_unfinished))
         assert got["verdict"] in ("peer", "local")
+        assert ShardId("train", 1, 4, 4) in shards_on(cluster, "h0")
 
 
 def test_a_lost_host_without_a_replacement_is_decoded_elsewhere(tmp_path: Path, nursery: RankNursery) -> None:

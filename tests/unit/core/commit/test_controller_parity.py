@@ -10,7 +10,7 @@ from memstore.core.report.redundancy import survival_rows
 from memstore.core.wire.orders import Bring, PushCopy
 from memstore.core.wire.reports import Brought
 from memstore.shell.peer.parity import IDLE_S
-from memstore.testing.controller.holder import DirectedRank
+from memstore.testing.controller.holder import DirectedHolder, DirectedRank
 from memstore.testing.controller.world import JOB, ControllerWorld, describe, trained
 from recovery.inventory import ShardId, StepId
 from recovery.parity import ParitySet
@@ -166,29 +166,30 @@ def test_rows_of_a_step_that_nobody_finishes_give_way_to_those_of_a_kept_one() -
     assert list(index.parity) == []
 
 
-def test_a_lost_shard_is_decoded_before_its_host_adds_parity_up_again() -> None:
-    """A get waits for the shard: until it is there nothing else is sent to its host, and then the rows come."""
+def with_h4_empty() -> tuple[ControllerWorld, DirectedHolder]:
+    """Return a set of five hosts, one of which is back without its memory."""
     world, _ = trained(5, parity=4)
     world.run(2.0)
     world.kill_host("h4")
     world.return_host("h4", keep_memory=False)
-    held: list[Bring] = []
-    world.holders["h4"].instead[Bring] = held.append
+    return world, world.holders["h4"]
+
+
+def test_a_lost_shard_is_decoded_before_its_host_adds_parity_up_again() -> None:
+    """A get waits for the shard: until it is there nothing else is sent to its host, and then the rows come."""
+    (world, back), held = with_h4_empty(), list[Bring]()
+    back.instead[Bring] = held.append
     assert world.run_until(lambda: bool(held), 20.0), describe(world)
     world.run(5.0)
     assert [order.parity.rank for order in pushes(world) if order.parity is not None] == []
-    world.holders["h4"].instead.clear()
-    world.holders["h4"].carry_out(held[0])
+    back.instead.clear()
+    back.carry_out(held[0])
     assert world.run_until(lambda: world.has_all_parity(StepId(1, 1), 5), 30.0), describe(world)
 
 
 def test_a_lost_shard_comes_before_parity_in_a_newer_attempt_too() -> None:
     """What was being decoded is fenced by the launch: rows that come in its place would have the link of the get."""
-    world, _ = trained(5, parity=4)
-    world.run(2.0)
-    world.kill_host("h4")
-    world.return_host("h4", keep_memory=False)
-    back, held = world.holders["h4"], list[Bring]()
+    (world, back), held = with_h4_empty(), list[Bring]()
     back.instead[Bring] = held.append
     assert world.run_until(lambda: bool(held), 20.0), describe(world)
     world.launch(5)
@@ -215,11 +216,7 @@ def test_a_host_adds_parity_up_again_once_it_has_decoded_a_shard() -> None:
 
 def test_a_shard_that_could_not_be_decoded_is_ordered_again_soon() -> None:
     """A source was out of reach for a moment: meanwhile the host may add parity up."""
-    world, _ = trained(5, parity=4)
-    world.run(2.0)
-    world.kill_host("h4")
-    world.return_host("h4", keep_memory=False)
-    back, failed = world.holders["h4"], list[Bring]()
+    (world, back), failed = with_h4_empty(), list[Bring]()
 
     def fail(order: Bring) -> None:
         failed.append(order)
