@@ -147,7 +147,7 @@ def receive_bulk(
         replicas.give_back(numbers[len(digests) :])
         arrived = [(*chunk, digest) for chunk, digest in zip(due, digests, strict=False)]
         bad = replicas.keep_chunks(replica, arrived)
-    damage.add(chunks=len(bad))
+        damage.add(chunks=len(bad))
     here = {index for index, *_ in arrived}.difference(bad)
     lacking = [index for index in indices[: len(sizes)] if index not in here]
     return ReceivedRun(len(sizes), lacking, sum(size for _, _, size, _ in arrived))

@@ -439,7 +439,7 @@ def test_a_frame_that_contradicts_itself_costs_no_slot(
 
 
 def test_what_came_before_a_cut_is_kept_until_the_sender_is_gone() -> None:
-    """Two whole chunks of a frame that was cut in the third are good; an abort frees their slots."""
+    """Of three whole chunks of a frame that was cut in the fourth two are good, one counts as damaged; none stays."""
     with two_holders(CHUNK_BYTES) as (_, holder):
         holder.replicas.ensure_free(2 * COUNT)
         with stranger(holder) as feeding, stranger(holder) as other:
@@ -448,13 +448,16 @@ def test_what_came_before_a_cut_is_kept_until_the_sender_is_gone() -> None:
             packed = encode(run(*[CHUNK_BYTES] * COUNT))
             head = frame.pack_header(Kind.CHUNK, 9, packed, COUNT * CHUNK_BYTES)
             feeding._sock.setblocking(True)  # type: ignore[union-attr]
-            feeding._sock.sendall(head + packed + RUN_CHUNKS[0] + RUN_CHUNKS[1] + RUN_CHUNKS[2][:1000])  # type: ignore[union-attr]
+            sent = RUN_CHUNKS[0] + bytes([77]) * CHUNK_BYTES + RUN_CHUNKS[2] + RUN_CHUNKS[3][:1000]
+            feeding._sock.sendall(head + packed + sent)  # type: ignore[union-attr]
             feeding._sock.setblocking(False)  # type: ignore[union-attr]
             feeding.close()
             replica = holder.replicas.index.find_incoming("z", ShardId("train", 1, 2, 0))
             assert replica is not None
-            wait_for(lambda: replica.missing == [2, 3, 4, 5], "two chunks to be kept", seen=lambda: replica.missing)
+            wait_for(lambda: replica.missing == [1, 3, 4, 5], "two chunks to be kept", seen=lambda: replica.missing)
         wait_all_free(holder)
+        stats = holder.peer_server.damage.stats
+        wait_for(lambda: stats()["digest_errors"] == 1, "the damaged chunk to be counted", 10, seen=stats)
 
 
 def test_chunks_without_a_slot_are_asked_for_again() -> None:
