@@ -1,12 +1,13 @@
 """What parity of 4 + 1 hosts costs beside two copies: stall, processors, wire, restore, repair, memory.
 
-Five hosts are network namespaces whose links carry 40 MB/s each way (veth, tbf), so that the link is the limit and not
-the processors that all hosts share. Two stores run on them, one with copies and one with parity, and a rank of each on
-every host. In every round each puts a step whose every chunk is new, and one with half a second from rank to rank: the
-stall is measured on that one, since five puts at once wait for the two processors. It reads a shard where it lies, and
-loses a host, another one each time: an empty one takes its place, all ranks get, and the clock runs on until nothing is
-missing. Every byte that a get brings is compared. Memory is that of stores of their own, whose arenas have exactly what
-they are said to need: every put has to be committed. Needs root.
+Five hosts are network namespaces whose links carry 40 MB/s each way (veth, tbf), so that the link is the limit and
+not the processors that all hosts share. Two stores run on them, one with copies and one with parity, and a rank of
+each on every host. In every round each puts a step whose every chunk is new, and one with half a second from rank to
+rank: the stall is measured on that one, since five puts at once wait for the two processors. One more is put over
+links without a limit: the kernel passes each packet through its token buckets on the processors that the hosts share.
+It reads a shard where it lies, and loses a host, another one each time: an empty one takes its place, all ranks get,
+and the clock runs on until nothing is missing. Every byte that a get brings is compared. Memory is that of stores of
+their own, whose arenas have exactly what they are said to need: every put has to be committed. Needs root.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ NBYTES_MAX, WIDE_NBYTES_MAX = 64 * MIB, 32 * MIB
 UNFILLED_BYTES = 16 << 10  # left of a shard's last chunk, for the layout: one chunk more would be one row more
 LOOK_S = 0.02
 TURN_S = 0.5  # from the put of one rank to that of the next
-STALL, OUT, IN, WORST = "stall", "out", "in", "arena"
+STALL, OUT, IN, CPU = "stall", "out", "in", "CPU without a limit"
 LOCAL, RESTORE, COMPLETE = "get, local", "get after a lost host", "get, until nothing is missing"
 
 
@@ -146,6 +147,17 @@ class Side:
         self.note(**{STALL: stall_s, OUT: worst[0] / nbytes, IN: worst[1] / nbytes})
         return Took(took_s, spent_s)
 
+    def put_unshaped(self) -> None:
+        """Put a step over links without a limit, and note its processor seconds."""
+        assert self.net is not None
+        for host in self.hosts:
+            self.net.unshape(host)
+        until_idle(self.pids)
+        used_s = cpu_seconds(self.pids)
+        self.put()
+        self.note(**{CPU: cpu_seconds(self.pids) - used_s})
+        _shape(self.net)
+
     def _moved(self) -> tuple[list[int], list[int]]:
         assert self.net is not None
         return [self.net.sent_bytes(h) for h in self.hosts], [self.net.received_bytes(h) for h in self.hosts]
@@ -197,8 +209,7 @@ def measure(options: Options, names: tuple[str, ...]) -> list[Record]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         net = stack.enter_context(NamespaceRig(hosts))
-        for host in hosts:
-            net.shape(host, LINK_BITS_PER_S, burst_bytes=BURST_BYTES)
+        _shape(net)
         nursery = stack.enter_context(RankNursery("benchmarks.cases.bench_parity"))
         sides = {name: _side(stack, folder, hosts, nursery, size, k, net) for name, k in {COPIES: 0, PARITY: 4}.items()}
         for side in sides.values():
@@ -206,6 +217,7 @@ def measure(options: Options, names: tuple[str, ...]) -> list[Record]:
 
         def contend(name: str, number: int) -> Took:
             side, took = sides[name], sides[name].put_timed()
+            side.put_unshaped()
             side.get_local()
             side.lose(side.hosts[number % len(side.hosts)])
             return took
@@ -221,11 +233,15 @@ def measure(options: Options, names: tuple[str, ...]) -> list[Record]:
     put = Record(names[0], len(hosts) * size.nbytes, rounds.seconds, cpu_seconds=rounds.cpu_seconds)
     put.ratio("put to committed / two copies'", PARITY, COPIES, targets.PARITY_PUT)
     put.cpu_ratio("CPU seconds, put to committed / two copies'", PARITY, COPIES, targets.PARITY_CPU)
+    put.figure(
+        "CPU seconds without a limit of the links / two copies'", _ratios(found, CPU), "", targets.PARITY_CPU_PLAIN
+    )
     put.figure("put's stall / two copies'", _ratios(found, STALL), "", targets.PARITY_STALL)
     put.figure("bytes out of the worst host / two copies'", _ratios(found, OUT), "", targets.PARITY_WIRE)
     put.figure("bytes into the worst host / two copies'", _ratios(found, IN), "", targets.PARITY_WIRE)
     for name in sides:
         put.figure(f"{name}: put's stall", found[name][STALL], "s")
+        put.figure(f"{name}: CPU seconds without a limit of the links", found[name][CPU], "s")
         put.figure(f"{name}: bytes out of the worst host / bytes put", found[name][OUT], "")
         put.figure(f"{name}: bytes into the worst host / bytes put", found[name][IN], "")
     local = Record(names[1], size.nbytes, {name: found[name][LOCAL] for name in sides})
@@ -248,6 +264,11 @@ def measure(options: Options, names: tuple[str, ...]) -> list[Record]:
             f"Load of the machine as the rounds began: {shown}. Links of {LINK_BITS_PER_S / 8e6:.0f} MB/s."
         )
     return [put, local, lost]
+
+
+def _shape(net: NamespaceRig) -> None:
+    for host in net.hosts:
+        net.shape(host, LINK_BITS_PER_S, burst_bytes=BURST_BYTES)
 
 
 def _ratios(found: Mapping[str, Mapping[str, list[float]]], what: str) -> list[float]:

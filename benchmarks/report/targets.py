@@ -86,6 +86,7 @@ PARITY_WIDE_MEMORY = _at_most(2.30, "parity wide memory", "the same, parity of 8
 PARITY_TWO_MEMORY = _at_most(3.05, "parity two memory", "the same, parity of 4 + 2 hosts", "parity")
 PARITY_STALL = _at_most(1.02, "parity stall", "parity of 4 + 1 / two copies: put's stall", "parity")
 PARITY_CPU = _at_most(1.2, "parity cpu", "the same: CPU seconds of all hosts, put to committed", "parity")
+PARITY_CPU_PLAIN = _at_most(1.2, "parity cpu plain", "the same, links without token buckets", "parity")
 PARITY_PUT = _at_most(1.2, "parity put", "the same: put to committed, links of 40 MB/s", "parity")
 PARITY_WIRE = _at_most(1.02, "parity wire", "the same: bytes on the wire, of the worst host", "parity")
 PARITY_GET = _at_most(1.3, "parity get", "the same: get after a lost host, links of 40 MB/s", "parity")
