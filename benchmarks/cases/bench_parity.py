@@ -5,7 +5,7 @@ not the processors that all hosts share. Two stores run on them, one with copies
 each on every host. In every round each puts a step whose every chunk is new, and one with half a second from rank to
 rank: the stall is measured on that one, since five puts at once wait for the two processors. One more is put over
 links without a limit: the kernel passes each packet through its token buckets on the processors that the hosts share.
-It reads a shard where it lies, and loses a host, another one each time: an empty one takes its place, all ranks get,
+Each reads a shard where it lies, and loses a host, another one each time: an empty one takes its place, all ranks get,
 and the clock runs on until nothing is missing. Every byte that a get brings is compared. Memory is that of stores of
 their own, whose arenas have exactly what they are said to need: every put has to be committed. Needs root.
 """
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from benchmarks.report import targets
-from benchmarks.report.harness import MIB, Options, Record, Took, interleave, require
+from benchmarks.report.harness import MIB, Options, Record, Rounds, Took, interleave, require
 from benchmarks.rigs import rig
 from benchmarks.rigs.stopwatch import cpu_seconds, until_idle
 from memstore.testing.clusters.namespaces import NamespaceRig, available
@@ -230,20 +230,7 @@ def measure(options: Options, names: tuple[str, ...]) -> list[Record]:
     found = {
         name: {what: values[options.warmups :] for what, values in side.found.items()} for name, side in sides.items()
     }
-    put = Record(names[0], len(hosts) * size.nbytes, rounds.seconds, cpu_seconds=rounds.cpu_seconds)
-    put.ratio("put to committed / two copies'", PARITY, COPIES, targets.PARITY_PUT)
-    put.cpu_ratio("CPU seconds, put to committed / two copies'", PARITY, COPIES, targets.PARITY_CPU)
-    put.figure(
-        "CPU seconds without a limit of the links / two copies'", _ratios(found, CPU), "", targets.PARITY_CPU_PLAIN
-    )
-    put.figure("put's stall / two copies'", _ratios(found, STALL), "", targets.PARITY_STALL)
-    put.figure("bytes out of the worst host / two copies'", _ratios(found, OUT), "", targets.PARITY_WIRE)
-    put.figure("bytes into the worst host / two copies'", _ratios(found, IN), "", targets.PARITY_WIRE)
-    for name in sides:
-        put.figure(f"{name}: put's stall", found[name][STALL], "s")
-        put.figure(f"{name}: CPU seconds without a limit of the links", found[name][CPU], "s")
-        put.figure(f"{name}: bytes out of the worst host / bytes put", found[name][OUT], "")
-        put.figure(f"{name}: bytes into the worst host / bytes put", found[name][IN], "")
+    put = _put_record(names[0], len(hosts) * size.nbytes, rounds, found)
     local = Record(names[1], size.nbytes, {name: found[name][LOCAL] for name in sides})
     local.ratio("a local get / two copies'", PARITY, COPIES, targets.PARITY_LOCAL)
     lost = Record(
@@ -264,6 +251,24 @@ def measure(options: Options, names: tuple[str, ...]) -> list[Record]:
             f"Load of the machine as the rounds began: {shown}. Links of {LINK_BITS_PER_S / 8e6:.0f} MB/s."
         )
     return [put, local, lost]
+
+
+def _put_record(name: str, nbytes: int, rounds: Rounds, found: Mapping[str, Mapping[str, list[float]]]) -> Record:
+    put = Record(name, nbytes, rounds.seconds, cpu_seconds=rounds.cpu_seconds)
+    put.ratio("put to committed / two copies'", PARITY, COPIES, targets.PARITY_PUT)
+    put.cpu_ratio("CPU seconds, put to committed / two copies'", PARITY, COPIES, targets.PARITY_CPU)
+    put.figure(
+        "CPU seconds without a limit of the links / two copies'", _ratios(found, CPU), "", targets.PARITY_CPU_PLAIN
+    )
+    put.figure("put's stall / two copies'", _ratios(found, STALL), "", targets.PARITY_STALL)
+    put.figure("bytes out of the worst host / two copies'", _ratios(found, OUT), "", targets.PARITY_WIRE)
+    put.figure("bytes into the worst host / two copies'", _ratios(found, IN), "", targets.PARITY_WIRE)
+    for side in found:
+        put.figure(f"{side}: put's stall", found[side][STALL], "s")
+        put.figure(f"{side}: CPU seconds without a limit of the links", found[side][CPU], "s")
+        put.figure(f"{side}: bytes out of the worst host / bytes put", found[side][OUT], "")
+        put.figure(f"{side}: bytes into the worst host / bytes put", found[side][IN], "")
+    return put
 
 
 def _shape(net: NamespaceRig) -> None:
