@@ -186,9 +186,10 @@ class ParityServer:
             head = receive_head(channel, len(lack), self.replicas.chunk_bytes, timeout_s=CHUNK_TIMEOUT_S)
             sizes = head.sizes
             for chunk, nbytes in zip(lack, sizes, strict=False):
+                if not nbytes:
+                    continue  # the sender has lost it meanwhile
                 data, digests = buffer[:nbytes], list[bytes]()
-                if nbytes:
-                    channel.recv_bulk_digests([(data,)], digests, timeout_s=CHUNK_TIMEOUT_S)
+                channel.recv_bulk_digests([(data,)], digests, timeout_s=CHUNK_TIMEOUT_S)
                 if digests != [chunk.digest]:
                     self.damage.add(chunks=1)
                     continue

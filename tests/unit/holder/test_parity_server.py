@@ -280,6 +280,11 @@ def test_a_chunk_that_is_damaged_on_the_way_is_not_added(fleet: Fleet) -> None:
     assert sender.end() is Kind.REPLY
     assert list(sender.seal().chunks) == here[:1]
     assert sender.begin(here) == here[:1]
+    sender.send(b"")  # the sender has just lost it: nothing came, and nothing came damaged
+    assert sender.end() is Kind.REPLY
+    assert fleet.e.peer_server.damage.stats()["digest_errors"] == 1
+    assert list(sender.seal().chunks) == here[:1]
+    assert sender.begin(here) == here[:1]
     sender.send(good[0])
     assert sender.end() is Kind.REPLY
     assert [sender.seal() for _ in range(2)] == [Done(), Done()]
