@@ -457,7 +457,7 @@ def test_what_came_before_a_cut_is_kept_until_the_sender_is_gone() -> None:
             wait_for(lambda: replica.missing == [1, 3, 4, 5], "two chunks to be kept", seen=lambda: replica.missing)
         wait_all_free(holder)
         stats = holder.peer_server.damage.stats
-        wait_for(lambda: stats()["digest_errors"] == 1, "the damaged chunk to be counted", 10, seen=stats)
+        wait_for(lambda: stats()["digest_errors"] == 1, "the damaged chunk to be counted", seen=stats)
 
 
 def test_chunks_without_a_slot_are_asked_for_again() -> None:
